@@ -1,0 +1,108 @@
+"""Real engines for the tests of this folder: one prefill and one decode engine for the whole session."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import trio
+from outcome import Outcome, capture
+
+from trio_pdproxy.launch.pair import RunningEngine, open_vllm
+
+from . import hand
+
+# Short, so that tests of what happens after it need not wait for vLLM's 30 s.
+LEASE = 12
+# Making the environment is included, should nobody have done it before.
+START_SECONDS = 900
+RESTART_SECONDS = 180
+STOP_SECONDS = 60
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a test needs of an engine."""
+
+    name: str
+    url: str
+    side_channel: str
+    log_path: Path
+
+
+class VllmPair:
+    """One prefill and one decode engine, running in another thread's trio.
+
+    pytest-trio makes a new event loop for each test, so nothing async can live as long as the session:
+    the launcher gets a loop and a thread of its own. Methods block; call them from a test through
+    `trio.to_thread.run_sync`.
+    """
+
+    def __init__(self, log_dir: Path) -> None:
+        self.lease = LEASE
+        self._log_dir = log_dir
+        # None: ready. An outcome: the launcher is over, and how.
+        self._news: queue.SimpleQueue[Outcome[None] | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engines", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+        if (over := self._news.get(timeout=START_SECONDS)) is not None:
+            over.unwrap()
+        self.prefill, self.decode = _view(self._set.prefill[0]), _view(self._set.decode[0])
+
+    def stop(self) -> None:
+        with contextlib.suppress(trio.RunFinishedError):
+            trio.from_thread.run_sync(self._over.set, trio_token=self._token)
+        self._thread.join(STOP_SECONDS)
+        assert not self._thread.is_alive(), "the engines did not stop"
+        over = self._news.get_nowait()
+        assert over is not None
+        over.unwrap()
+
+    def kill(self, engine: Engine) -> None:
+        """SIGKILL everything of one engine. It stays down until `restart`."""
+        trio.from_thread.run_sync(self._set.kill, engine.name, trio_token=self._token)
+
+    def restart(self, engine: Engine) -> None:
+        """Kill it if it runs; return when it is ready again, on the same ports, with a new engine id."""
+
+        async def bounded() -> None:
+            with trio.fail_after(RESTART_SECONDS):
+                await self._set.restart(engine.name)
+
+        trio.from_thread.run(bounded, trio_token=self._token)
+
+    def _run(self) -> None:
+        self._news.put(capture(trio.run, self._main))
+
+    async def _main(self) -> None:
+        async with open_vllm(lease=LEASE, log_dir=self._log_dir, exit_ok=True) as self._set:
+            self._token = trio.lowlevel.current_trio_token()
+            self._over = trio.Event()
+            # The first request of a pair does its handshakes; no test should measure those.
+            p = await hand.learn(self._set.prefill[0].side_channel)
+            with trio.fail_after(60):
+                await hand.pair(self._set.prefill[0].url, self._set.decode[0].url, p, "warm up " * 8)
+            self._news.put(None)
+            await self._over.wait()
+
+
+def _view(running: RunningEngine) -> Engine:
+    return Engine(running.name, running.url, running.side_channel, running.log_path)
+
+
+@pytest.fixture(scope="session")
+def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPair]:
+    """Started once, warmed up, stopped at the end of the session. Logs: `.prefill.log_path` and so on."""
+    engines = VllmPair(tmp_path_factory.mktemp("engines"))
+    engines.start()
+    try:
+        yield engines
+    finally:
+        engines.stop()

@@ -1,0 +1,178 @@
+"""Process groups: everything of a command ends with its block, and with its launcher however that ends."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import trio
+
+from trio_pdproxy.launch.group import ProcessGroup, group_members, open_group
+
+ENV = dict(os.environ)
+
+# A leader and a grandchild in the same group; the leader says so once both are there.
+FAMILY = """
+import os, signal, sys, time
+{first}
+if os.fork() == 0:
+    {grandchild}
+    print("grandchild", flush=True)
+    time.sleep(60)
+    os._exit(0)
+time.sleep({leader})
+"""
+
+
+def family(*, first: str = "", grandchild: str = "pass", leader: str = "60") -> list[str]:
+    return [sys.executable, "-S", "-c", FAMILY.format(first=first, grandchild=grandchild, leader=leader)]
+
+
+async def until(wanted: Callable[[], bool]) -> None:
+    with trio.fail_after(10):
+        while True:
+            if wanted():
+                return
+            await trio.sleep(0.01)
+
+
+def says(log: Path, word: str) -> bool:
+    return log.exists() and word in log.read_text()
+
+
+async def test_the_exit_code_is_the_commands_own(tmp_path: Path) -> None:
+    async with open_group(
+        ["/bin/sh", "-c", "echo out; echo err >&2; exit 3"], env=ENV, log_path=tmp_path / "log"
+    ) as group:
+        await group.wait_exit()
+        assert await group.finish() == 3
+        assert await group.finish() == 3
+    assert (tmp_path / "log").read_text() == "out\nerr\n"
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGSEGV])
+async def test_a_command_that_dies_by_a_signal_is_reported_so(tmp_path: Path, number: int) -> None:
+    async with open_group(["/bin/sh", "-c", f"kill -{int(number)} $$"], env=ENV, log_path=tmp_path / "log") as group:
+        await group.wait_exit()
+        assert await group.finish() == -number
+
+
+async def test_a_command_that_cannot_be_run_says_so_in_its_log(tmp_path: Path) -> None:
+    async with open_group(["/no/such/program"], env=ENV, log_path=tmp_path / "log") as group:
+        await group.wait_exit()
+        assert await group.finish() == 127
+    assert (tmp_path / "log").read_text() == "cannot run /no/such/program: No such file or directory\n"
+
+
+async def test_niceness_is_handed_down(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_group(["nice"], env=ENV, log_path=log, nice=3) as group:
+        await group.wait_exit()
+        assert await group.finish() == 0
+    assert int(log.read_text()) == min(19, os.nice(0) + 3)
+
+
+async def test_leaving_the_block_ends_grandchildren_too(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_group(family(), env=ENV, log_path=log) as group:
+        await until(lambda: says(log, "grandchild"))
+        assert len(group_members(group.pid)) == 3
+    assert group_members(group.pid) == []
+
+
+async def test_what_ignores_sigterm_is_killed_after_the_grace(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stubborn = "signal.signal(signal.SIGTERM, signal.SIG_IGN)"
+    async with open_group(family(first=stubborn), env=ENV, log_path=log, grace=0.2) as group:
+        await until(lambda: says(log, "grandchild"))
+        begun = trio.current_time()
+    assert 0.2 <= trio.current_time() - begun < 5
+    assert group_members(group.pid) == []
+
+
+async def test_a_grandchild_that_outlives_its_leader_is_killed(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    async with open_group(family(leader="0.3"), env=ENV, log_path=log) as group:
+        await group.wait_exit()
+        assert await group.finish() == 0
+        assert group_members(group.pid) == []
+    assert says(log, "grandchild")
+
+
+async def test_sigterm_lets_the_command_end_in_its_own_way(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    polite = "trap 'echo bye; exit 7' TERM; echo up; while :; do sleep 0.02; done"
+    async with open_group(["/bin/sh", "-c", polite], env=ENV, log_path=log) as group:
+        await until(lambda: says(log, "up"))
+        assert await group.stop() == 7
+    assert "bye" in log.read_text()
+
+
+async def test_several_tasks_can_wait_for_the_same_exit(tmp_path: Path) -> None:
+    async with open_group(["/bin/sleep", "0.1"], env=ENV, log_path=tmp_path / "log") as group:
+        with trio.fail_after(10):
+            async with trio.open_nursery() as nursery:
+                for _ in range(3):
+                    nursery.start_soon(group.wait_exit)
+        await group.finish()
+        await group.wait_exit()
+
+
+async def test_cancelling_at_any_moment_leaves_no_process(tmp_path: Path) -> None:
+    seen: list[ProcessGroup] = []
+    for delay in (0.0, 0.001, 0.01, 0.03, 0.06):
+        with trio.move_on_after(delay):
+            async with open_group(family(), env=ENV, log_path=tmp_path / "log") as group:
+                seen.append(group)
+                await trio.sleep_forever()
+    assert seen
+    assert all(group_members(group.pid) == [] for group in seen)
+
+
+LAUNCHER = """
+import os, pathlib, sys, trio
+from trio_pdproxy.launch.group import open_group
+async def main():
+    argv = [sys.executable, "-S", "-c", sys.argv[2]]
+    async with open_group(argv, env=dict(os.environ), log_path=pathlib.Path(sys.argv[1])) as group:
+        print(group.pid, flush=True)
+        await trio.sleep_forever()
+trio.run(main)
+"""
+
+
+async def test_a_launcher_that_is_sigkilled_takes_the_whole_group_with_it(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    stubborn = family(first="signal.signal(signal.SIGTERM, signal.SIG_IGN)")[-1]
+    command = [sys.executable, "-c", LAUNCHER, str(log), stubborn]
+    launcher = await trio.lowlevel.open_process(command, stdout=subprocess.PIPE)
+    assert launcher.stdout is not None
+    try:
+        with trio.fail_after(20):
+            pid = int(await launcher.stdout.receive_some())
+        await until(lambda: says(log, "grandchild"))
+        assert len(group_members(pid)) == 3
+    finally:
+        with trio.move_on_after(10, shield=True):
+            launcher.kill()
+            await launcher.wait()
+            await launcher.stdout.aclose()
+    await until(lambda: group_members(pid) == [])
+
+
+def test_the_guard_refuses_to_run_inside_somebody_elses_group() -> None:
+    from trio_pdproxy.launch.group import GUARD
+
+    done = subprocess.run(
+        [sys.executable, "-I", "-S", str(GUARD), "0", "0", "true"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "must lead its process group" in done.stderr

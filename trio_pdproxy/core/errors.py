@@ -1,0 +1,82 @@
+"""Errors the client sees, told by whose fault they are.
+
+An engine's own error body is passed on as it came and never becomes one of these; these are what the
+proxy itself has to say. Each carries the HTTP status it hints at.
+"""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import TypeVar
+
+import msgspec
+
+E = TypeVar("E", bound=BaseException)
+
+JSON_TYPE = (b"content-type", b"application/json")
+
+
+class Fault(Enum):
+    """Whose fault an error is. The value is the `type` in OpenAI's error shape."""
+
+    CLIENT = "invalid_request_error"
+    PREFILL = "prefill_error"
+    DECODE = "decode_error"
+    PROXY = "server_error"
+    BUSY = "overloaded_error"
+
+
+class ProxyError(Exception):
+    """Something the proxy answers itself.
+
+    `status` is an HTTP status; `code` a stable word for programs; `param` the member of the request
+    at fault, if one is; `retry_after` seconds, for 429 and 503.
+    """
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int,
+        fault: Fault,
+        code: str,
+        param: str | None = None,
+        retry_after: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.fault = fault
+        self.code = code
+        self.param = param
+        self.retry_after = retry_after
+
+    def body(self) -> bytes:
+        """The error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+        return msgspec.json.encode({"error": self._members()})
+
+    def event(self) -> bytes:
+        """The error as one server-sent event, blank line included. Never followed by a `[DONE]` of ours."""
+        return b"data: " + self.body() + b"\n\n"
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        headers = [JSON_TYPE]
+        if self.retry_after is not None:
+            headers.append((b"retry-after", str(self.retry_after).encode()))
+        return headers
+
+    def _members(self) -> dict[str, str | None]:
+        return {"message": self.message, "type": self.fault.value, "param": self.param, "code": self.code}
+
+
+def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> ProxyError:
+    """A client's fault that no engine has to be asked about: 400."""
+    return ProxyError(message, status=400, fault=Fault.CLIENT, code=code, param=param)
+
+
+def leaves(group: BaseExceptionGroup[E]) -> list[E]:
+    """The errors in a group, however deep. Their order is the order in which tasks ended: it means nothing."""
+    found: list[E] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

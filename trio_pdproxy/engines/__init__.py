@@ -1,0 +1,1 @@
+"""The engines as the proxy sees them: their connections, their coordinates, their health, their places."""

@@ -1,0 +1,157 @@
+"""One engine: its address and connections, what was learned of it, and what it has in hand."""
+
+from __future__ import annotations
+
+import ssl
+from dataclasses import dataclass
+
+import httpx
+import trio
+
+from trio_pdproxy.config import EngineSpec, Role, Settings
+from trio_pdproxy.core.plan import Coordinates
+from trio_pdproxy.engines.connections import Connections, Dial, Origin
+from trio_pdproxy.engines.coordinates import Meta
+from trio_pdproxy.engines.transport import open_client
+from trio_pdproxy.engines.wire import EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class About:
+    """What can be seen of an engine: the ground on which two are paired or refused."""
+
+    version: str | None = None
+    model: str | None = None
+    max_model_len: int | None = None
+    meta: Meta | None = None
+    """None where its side channel does not answer."""
+
+    def words(self) -> str:
+        """For the message that compares two engines."""
+        meta = self.meta
+        parts = [
+            f"version {self.version or 'unknown'}",
+            f"model {self.model or 'unknown'}",
+            f"max_model_len {self.max_model_len or 'unknown'}",
+            f"block size {(meta and meta.block_size) or 'unknown'}",
+        ]
+        return ", ".join(parts)
+
+
+class Engine:
+    """An engine of the pool. Its counters are the proxy's own: an engine's /metrics lag behind.
+
+    `inflight` counts the places taken: running legs and unpaid debts. `debts` counts dispatches whose KV on this
+    (decode) engine waits for a push that nobody waits for; `stranded` those whose push can never come.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        spec: EngineSpec,
+        settings: Settings,
+        *,
+        ssl_context: ssl.SSLContext | None = None,
+        dial: Dial | None = None,
+    ) -> None:
+        self.role = role
+        self.spec = spec
+        self.name = spec.name
+        self.origin = Origin.of(spec.url)
+        self.host_header = self.origin.authority.encode()
+        self.side_channel = (spec.side_channel[0], spec.side_channel[1])
+        self.max_inflight = settings.max_inflight_of(role, spec)
+        self.lease_seconds = settings.lease_of(spec)
+        self.connections = Connections(
+            self.origin,
+            connect_timeout=settings.connect_timeout,
+            ssl_context=ssl_context,
+            dial=dial,
+        )
+        key = settings.api_key.get_secret_value() if settings.api_key else None
+        self.authorization = f"Bearer {key}".encode() if key else None
+        self.client: httpx.AsyncClient = open_client(
+            spec.url,
+            timeout=settings.health_timeout,
+            connections=self.connections,
+            headers={"authorization": f"Bearer {key}"} if key else None,
+        )
+        self.inflight = 0
+        self.debts = 0
+        self.stranded = 0
+        self.up = False
+        self.why = "not asked yet"
+        """Why it is not used, in words, while `up` is false."""
+        self.about = About()
+        self.coordinates: Coordinates | None = None
+        """Prefill engines: what decode engines are told. None until learned."""
+        self.poked = trio.Event()
+        """Set to have it looked at now instead of at the next interval."""
+        self.doubts = 0
+        self.doubts_settled = 0
+
+    @property
+    def compatibility(self) -> str | None:
+        """NIXL's hash over what two engines must have in common; None while not known."""
+        return self.about.meta.compatibility_hash if self.about.meta else None
+
+    @property
+    def usable(self) -> bool:
+        return self.up and not self.doubted and (self.role == "decode" or self.coordinates is not None)
+
+    @property
+    def doubted(self) -> bool:
+        """What was learned may be wrong (it answered with other coordinates): not used until learned again."""
+        return self.doubts > self.doubts_settled
+
+    def doubt(self, why: str) -> None:
+        """Take it out of use until it has been asked again who it is."""
+        self.doubts += 1
+        self.why = why
+        self.poked.set()
+
+    async def call(
+        self,
+        method: str,
+        path: str,
+        *,
+        content: bytes | None = None,
+        headers: dict[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> httpx.Response:
+        """One small call, answered by this engine alone, read to its end. `timeout` in seconds for each of its steps
+        (default: health_timeout). Raises `EngineError`."""
+        within = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
+        try:
+            return await self.client.request(method, path, content=content, headers=headers, timeout=within)
+        except httpx.HTTPError as error:
+            raise EngineError(f"{method} {path}: {error}") from None
+
+    def status(self) -> dict[str, object]:
+        """For /status."""
+        meta = self.about.meta
+        shown: dict[str, object] = {
+            "name": self.name,
+            "role": self.role,
+            "url": self.spec.url,
+            "side_channel": str(self.spec.side_channel),
+            "usable": self.usable,
+            "why": "" if self.usable else self.why,
+            "version": self.about.version,
+            "model": self.about.model,
+            "max_model_len": self.about.max_model_len,
+            "engine_id": meta.engine_id if meta else None,
+            "compatibility_hash": meta.compatibility_hash if meta else None,
+            "inflight": self.inflight,
+            "max_inflight": self.max_inflight,
+            "debts": self.debts,
+            "stranded": self.stranded,
+            "connections": self.connections.open,
+            "idle_connections": self.connections.idle,
+        }
+        if self.role == "prefill":
+            shown["lease"] = self.lease_seconds
+            if self.coordinates is not None:
+                shown["tp_size"] = self.coordinates.tp_size
+                shown["pp_size"] = self.coordinates.pp_size
+        return shown

@@ -1,0 +1,122 @@
+"""The engines' connections behind httpx: for health, coordinates and calls that one engine answers.
+
+The relay does not come through here (an httpx request costs more than both legs' bytes do). This is the only module
+that imports httpx.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import AsyncIterator
+
+import httpx
+import trio
+
+from trio_pdproxy.engines.connections import Connections, Dial, Origin
+from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
+
+# Hop-by-hop, or written by `request_bytes` itself.
+_OURS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
+
+
+class EngineTransport(httpx.AsyncBaseTransport):
+    """httpx on an engine's `Connections`. HTTP/1.1, no proxies, no redirects of its own, no retries.
+
+    httpx's connect, read and write timeouts are kept as trio deadlines; its pool timeout has nothing to wait for.
+    """
+
+    def __init__(self, connections: Connections) -> None:
+        self._connections = connections
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        timeouts = request.extensions.get("timeout", {})
+        body = await request.aread()
+        headers = [(b"host", self._connections.origin.authority.encode())]
+        headers.extend((name, value) for name, value in request.headers.raw if name.lower() not in _OURS)
+        data = request_bytes(request.method.encode(), request.url.raw_path, headers, body)
+        try:
+            with trio.fail_after(_seconds(timeouts, "connect")):
+                connection = await self._connections.take()
+        except RefusedError as error:
+            raise httpx.ConnectError(str(error)) from error
+        except trio.TooSlowError:
+            raise httpx.ConnectTimeout("no connection in time") from None
+        try:
+            with trio.fail_after(_seconds(timeouts, "write")):
+                await connection.send(data)
+            with trio.fail_after(_seconds(timeouts, "read")):
+                head = await connection.receive_head()
+        except BaseException as error:
+            await self._connections.close(connection)
+            if isinstance(error, BrokenError):
+                raise httpx.ReadError(str(error)) from error
+            if isinstance(error, trio.TooSlowError):
+                raise httpx.ReadTimeout("no answer in time") from None
+            raise
+        return httpx.Response(
+            head.status,
+            headers=head.headers,
+            stream=_Body(self._connections, connection, _seconds(timeouts, "read")),
+            request=request,
+        )
+
+    async def aclose(self) -> None:
+        await self._connections.shut()
+
+
+class _Body(httpx.AsyncByteStream):
+    def __init__(self, connections: Connections, connection: Connection, timeout: float) -> None:
+        self._connections = connections
+        self._connection = connection
+        self._timeout = timeout
+        self._done = False
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        # No nursery and no cancel scope spans the yield: the deadline is around the read alone.
+        while True:
+            try:
+                with trio.fail_after(self._timeout):
+                    data = await self._connection.receive_body()
+            except BrokenError as error:
+                raise httpx.ReadError(str(error)) from error
+            except trio.TooSlowError:
+                raise httpx.ReadTimeout("no answer in time") from None
+            if not data:
+                return
+            yield data
+
+    async def aclose(self) -> None:
+        if not self._done:
+            self._done = True
+            await self._connections.give_back(self._connection)
+
+
+def _seconds(timeouts: dict[str, float | None], name: str) -> float:
+    value = timeouts.get(name)
+    return float("inf") if value is None else value
+
+
+def open_client(
+    base_url: str,
+    *,
+    timeout: float,
+    ssl_context: ssl.SSLContext | None = None,
+    dial: Dial | None = None,
+    connections: Connections | None = None,
+    headers: dict[str, str] | None = None,
+) -> httpx.AsyncClient:
+    """An httpx client for one engine, to be used as `async with`. `timeout` in seconds, for each step of a call.
+
+    With `connections` it shares an engine's; else it has its own, closed with the client. The environment
+    (proxies, .netrc) is not looked at and redirects are not followed: an engine is where its url says.
+    """
+    if connections is None:
+        connections = Connections(Origin.of(base_url), connect_timeout=timeout, ssl_context=ssl_context, dial=dial)
+    return httpx.AsyncClient(
+        base_url=base_url,
+        transport=EngineTransport(connections),
+        timeout=timeout,
+        trust_env=False,
+        follow_redirects=False,
+        headers=headers,
+    )

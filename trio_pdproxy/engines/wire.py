@@ -1,0 +1,304 @@
+"""One HTTP/1.1 connection to an engine, on a trio stream.
+
+The relay's upstream half: heads and framing are httptools' (llhttp); what is ours is how it is driven.
+A read takes up to 64 KiB and hands on everything that came with it at once; reads can be cancelled and
+resumed, no byte is lost; nothing here has a deadline of its own, whoever calls brings one.
+
+A connection serves one request at a time: `send` (in pieces), `receive_head`, `receive_body` until it returns
+`b""`, then `reusable` says whether another may follow. Whatever else happens, `close` it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import httptools
+import trio
+
+READ_SIZE = 64 * 1024
+HEAD_LIMIT = 64 * 1024
+"""Bytes of a response before its body: far above any engine's, far below what could hurt."""
+HEADER_LIMIT = 100
+INFORMATIONAL_LIMIT = 8
+SILENT_LIMIT = 64 * 1024
+"""Bytes of framing (chunk extensions, trailers) without one byte of body."""
+
+Headers = list[tuple[bytes, bytes]]
+
+
+class EngineError(Exception):
+    """An engine could not be talked to. The text says what happened, not to whom: the caller knows."""
+
+
+class RefusedError(EngineError):
+    """No connection was had: nothing was sent, for sure."""
+
+
+class BrokenError(EngineError):
+    """A connection broke, or what came is no HTTP. What was sent before may have been acted upon."""
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """Status and headers of a response; header names in lower case."""
+
+    status: int
+    headers: Headers
+
+    def get(self, name: bytes) -> bytes | None:
+        for key, value in self.headers:
+            if key == name:
+                return value
+        return None
+
+
+def request_bytes(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
+    """A whole request. Headers must be free of line breaks (what a server has parsed is)."""
+    lines = [b"%s %s HTTP/1.1\r\n" % (method, target)]
+    lines.extend(b"%s: %s\r\n" % pair for pair in headers)
+    if body or method == b"POST":
+        lines.append(b"content-length: %d\r\n" % len(body))
+    lines.append(b"\r\n")
+    lines.append(body)
+    return b"".join(lines)
+
+
+class Connection:
+    """See the module. `stream` is any trio stream; staleness can only be seen on sockets."""
+
+    __slots__ = (
+        "_complete",
+        "_data",
+        "_framed",
+        "_head",
+        "_header_count",
+        "_headers",
+        "_informational",
+        "_keep_alive",
+        "_parser",
+        "_plain",
+        "_received",
+        "_silent",
+        "_socket",
+        "_stream",
+        "closed",
+        "idle_since",
+        "served",
+        "spoiled",
+    )
+
+    def __init__(self, stream: trio.abc.Stream) -> None:
+        self._stream = stream
+        transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
+        self._socket = transport.socket if isinstance(transport, trio.SocketStream) else None
+        self._plain = transport
+        self.idle_since = 0.0
+        self.served = 0
+        """Responses completed: more than none means the next request is sent on a reused connection."""
+        self.closed = False
+        self.spoiled = False
+        self._begin()
+
+    def _begin(self) -> None:
+        self._parser = httptools.HttpResponseParser(self)
+        self._data: list[bytes] = []
+        self._headers: Headers = []
+        self._head: Head | None = None
+        self._header_count = 0
+        self._informational = 0
+        self._framed = False
+        self._keep_alive = False
+        self._complete = False
+        self._received = 0
+        self._silent = 0
+
+    # -- what the parser reports -----------------------------------------------------------------
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self.spoiled = True  # more than one answer to one request
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._complete:
+            return
+        self._header_count += 1
+        if self._head is None:  # else it is a trailer: no header of the answer
+            self._headers.append((name.lower(), value))
+
+    def on_headers_complete(self) -> None:
+        if self._complete:
+            return
+        status = self._parser.get_status_code()
+        if status < 200:
+            self._informational += 1
+            self._headers = []
+            return
+        # Asked here because llhttp forgets what it knew once the message is complete.
+        self._keep_alive = self._parser.should_keep_alive()
+        self._framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
+        self._head = Head(status, self._headers)
+
+    def on_body(self, data: bytes) -> None:
+        if not self._complete:
+            self._data.append(data)
+
+    def on_message_complete(self) -> None:
+        if self._head is not None:
+            self._complete = True
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    def send_now(self, data: memoryview) -> int:
+        """Send what the kernel takes of `data` at once; the number of bytes, 0 where it takes none or this is no
+        plain socket. No checkpoint: nothing else runs between this and what the caller does next. Raises `BrokenError`.
+        """
+        if self._socket is None or self._stream is not self._plain:
+            return 0
+        try:
+            return os.write(self._socket.fileno(), data)
+        except BlockingIOError:
+            return 0
+        except OSError as error:
+            self.spoiled = True
+            raise BrokenError(f"connection lost while sending ({error.strerror})") from error
+
+    async def send(self, data: bytes | memoryview) -> None:
+        """Send all of `data`. Raises `BrokenError`; after that or a cancellation the request is not resumable."""
+        try:
+            await self._stream.send_all(data)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.spoiled = True
+            raise BrokenError(f"connection lost while sending ({_cause(error)})") from error
+        except BaseException:
+            self.spoiled = True  # cut in the middle: whatever comes next would be read as the rest of it
+            raise
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    @property
+    def received(self) -> int:
+        """Bytes of this response that have come, heads and framing included."""
+        return self._received
+
+    async def receive_head(self) -> Head:
+        """Status and headers of the final response (1xx are skipped). May be called again: same answer."""
+        while self._head is None:
+            await self._pull()
+        return self._head
+
+    async def receive_body(self) -> bytes:
+        """What has come of the body since the last call, at least one byte; `b""` at its proper end.
+
+        Raises `BrokenError` where the body ends before it should: a truncated body never looks complete.
+        """
+        while not self._data and not self._complete:
+            await self._pull()
+        if not self._data:
+            return b""
+        data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
+        self._data = []
+        return data
+
+    async def receive_all(self, limit: int) -> bytes:
+        """The whole body, of at most `limit` bytes (`BrokenError` beyond). Not resumable."""
+        pieces = []
+        size = 0
+        while piece := await self.receive_body():
+            size += len(piece)
+            if size > limit:
+                self.spoiled = True
+                raise BrokenError(f"an answer of more than {limit} bytes")
+            pieces.append(piece)
+        return b"".join(pieces)
+
+    async def _pull(self) -> None:
+        try:
+            data = await self._stream.receive_some(READ_SIZE)
+        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            self.spoiled = True
+            raise BrokenError(f"connection lost while receiving ({_cause(error)})") from error
+        if not data:
+            self._end_of_stream()
+            return
+        self._received += len(data)
+        had = len(self._data)
+        try:
+            self._parser.feed_data(data)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            self.spoiled = True  # after a complete answer only the connection suffers
+            if not self._complete:
+                raise BrokenError(f"not HTTP: {error}") from None
+        self._bound(len(data), progress=len(self._data) > had or self._complete)
+
+    def _end_of_stream(self) -> None:
+        self.spoiled = True
+        if self._head is None:
+            raise BrokenError(
+                "connection closed before an answer" if not self._received else "connection closed in the head"
+            )
+        if self._framed:
+            raise BrokenError("connection closed before the end of the answer")
+        self._complete = True  # neither length nor chunks: the end of the stream is the end of the body
+
+    def _bound(self, size: int, *, progress: bool) -> None:
+        if self._head is None:
+            if (
+                self._received > HEAD_LIMIT
+                or self._header_count > HEADER_LIMIT
+                or self._informational > INFORMATIONAL_LIMIT
+            ):
+                self._refuse("a head beyond all bounds")
+        elif progress:
+            self._silent = 0
+        else:
+            self._silent += size
+            if self._silent > SILENT_LIMIT:
+                self._refuse("framing without end")
+        if self._head is not None and self._header_count > HEADER_LIMIT:
+            self._refuse("more headers than any engine sends")
+
+    def _refuse(self, why: str) -> None:
+        self.spoiled = True
+        raise BrokenError(why)
+
+    # -- the life between requests ---------------------------------------------------------------
+
+    @property
+    def complete(self) -> bool:
+        """The response has been received to its proper end (its last bytes may still be here to take)."""
+        return self._complete
+
+    @property
+    def reusable(self) -> bool:
+        return self._complete and not self.spoiled and not self.closed and self._keep_alive
+
+    def recycle(self, now: float) -> None:
+        """Make ready for the next request. Only when `reusable`."""
+        self.idle_since = now
+        self.served += 1
+        self._begin()
+
+    def stale(self) -> bool:
+        """Whether the engine has closed (or spoken out of turn on) this idle connection."""
+        try:
+            return self._socket is not None and self._socket.is_readable()
+        except OSError:
+            return True
+
+    async def close(self) -> None:
+        """Close at once, also under cancellation; never raises, never waits for the engine."""
+        self.closed = True
+        with trio.CancelScope(
+            shield=True
+        ):  # waits for nothing; without it the caller's cancellation would be raised here
+            await trio.aclose_forcefully(self._stream)
+
+
+def _cause(error: BaseException) -> str:
+    """The operating system's word for a broken stream, where there is one."""
+    cause = error.__cause__
+    if isinstance(cause, OSError) and cause.strerror:
+        return cause.strerror
+    return str(error) or type(error).__name__

@@ -1,0 +1,6 @@
+"""One client request through one pair of engines after another: the legs, the debt, and what the client gets."""
+
+from trio_pdproxy.exchange.run import run_exchange
+from trio_pdproxy.exchange.sink import Sink
+
+__all__ = ["Sink", "run_exchange"]

@@ -1,0 +1,526 @@
+"""One pair tried for a request: both legs, what has become of them, and the debt between them.
+
+A dispatch has two hands. The *front* is the task that writes the client's response: it puts both legs on the wire,
+waits for what the decode engine says first, relays it, and is gone when the client is. The *back* carries the
+prefill leg to its end; it is shielded from the front's cancellation and bounded by deadlines of its own, because
+an abandoned prefill leg leaves the decode engine's KV blocks held for good. Both change the facts and ask
+`verdict.decide`; neither decides by itself.
+
+    front:  connections -> prefill's first send -> decode's send -> wait -> (relay) -> leave
+    back:                          the rest of it -> answer -> [rescue] -> end
+
+The decode engine's place is returned when both hands have ended: a debt keeps it.
+"""
+
+from __future__ import annotations
+
+import logging
+from math import inf
+
+import trio
+
+from trio_pdproxy.config import RESCUE_MARGIN
+from trio_pdproxy.core.plan import Plan
+from trio_pdproxy.core.report import DispatchReport, LegReport
+from trio_pdproxy.core.verdict import Debt, Decode, Facts, Prefill, Step, Verdict, decide
+from trio_pdproxy.engines.engine import Engine
+from trio_pdproxy.engines.pool import Pool
+from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
+from trio_pdproxy.exchange.legs import Answer, Body, DecodeLeg, judge_prefill
+
+log = logging.getLogger("trio_pdproxy.debt")
+
+FIRST_SEND = 64 * 1024
+"""Bytes of a request in its first send: the rest of a large one must not keep the other leg waiting."""
+
+TIE = 0.01
+"""Seconds the other leg is given when one has failed: what happens at the same instant is judged together."""
+
+REFUSAL_WAIT = 1.0
+"""Seconds the decode engine is given to refuse what the prefill engine refused, before a rescue is tried."""
+
+BUSY_WAIT = 1.0
+"""Seconds before a rescue where the prefill engine said it was busy and not for how long."""
+
+LONGEST_BUSY_WAIT = 5.0
+
+EARLY_ANSWER = 0.2
+"""Seconds for an answer that an engine may have given before it closed on the rest of a request."""
+
+
+class Dispatch:
+    """See the module. Use: `open`, `wait`, the decode leg's stream and `end_stream`, and `leave` in any case."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        dispatch_id: str,
+        prefill: Engine | None,
+        decode: Engine,
+        pool: Pool,
+        *,
+        request_deadline: float,
+    ) -> None:
+        self.plan = plan
+        self.id = dispatch_id
+        self.prefill = prefill
+        self.decode = decode
+        self.report = DispatchReport(
+            id=dispatch_id,
+            prefill=LegReport(prefill.name) if prefill else None,
+            decode=LegReport(decode.name),
+        )
+        self.decode_leg: DecodeLeg | None = None
+        self.prefill_answer: Answer | None = None
+        self._pool = pool
+        self._settings = pool.settings
+        self._request_deadline = request_deadline
+        self._coordinates = prefill.coordinates if prefill else None
+        # The facts. Where one engine does it all, the prefill leg is one that has nothing left to do.
+        self._prefill = Prefill.UNSENT if prefill else Prefill.OK
+        self._decode = Decode.UNSENT
+        self._rescued = False
+        self._lapsed = False
+        self._moved = trio.Event()
+        self._waiting: trio.CancelScope | None = None
+        # On trio's clock: when prefill's answer is late, and when it came.
+        self._prefill_deadline = inf
+        self._prefill_answered = inf
+        # Who is still here.
+        self._left = False
+        self._back_runs = False
+        self._back_scope: trio.CancelScope | None = None
+        self._nothing_owed = False
+        self._owed = False
+        self._holds_prefill = prefill is not None
+
+    # -- the facts -------------------------------------------------------------------------------
+
+    @property
+    def verdict(self) -> Verdict:
+        return decide(
+            Facts(
+                prefill=self._prefill,
+                decode=self._decode,
+                rescued=self._rescued,
+                lapsed=self._lapsed,
+                several=self.plan.several,
+            )
+        )
+
+    @property
+    def outcomes(self) -> tuple[Prefill, Decode]:
+        return self._prefill, self._decode
+
+    def _move(self, *, prefill: Prefill | None = None, decode: Decode | None = None, reason: str | None = None) -> None:
+        """Change a fact and wake whoever waits for one."""
+        if prefill is not None:
+            self._prefill = self.report.prefill_outcome = prefill
+        if decode is not None:
+            self._decode = self.report.decode_outcome = decode
+        if reason:
+            self.report.reason = reason
+        self._moved.set()
+        self._moved = trio.Event()
+        if self._waiting is not None:
+            self._waiting.cancel("a fact has changed")
+
+    # -- the front: onto the wire ----------------------------------------------------------------
+
+    async def open(self, legs: trio.Nursery) -> None:
+        """Put both legs on the wire, prefill's bytes first and decode's right after; the back goes on in `legs`.
+
+        Both connections are had before a byte is sent, so a refused one costs nothing. What an engine does wrong
+        is in the facts, never raised.
+        """
+        if self.prefill is None:
+            if (connection := await self._take_decode()) is not None:
+                await self._send_decode(connection, self._request(self.decode, self.plan.alone_body()))
+            return
+        prefill, decode = await self._take_prefill(), None
+        try:
+            if prefill is None or (decode := await self._take_decode()) is None:
+                return
+            assert self._coordinates is not None
+            prefill_request = self._request(self.prefill, self.plan.prefill_body(self.id))
+            decode_request = self._request(self.decode, self.plan.decode_body(self.id, self._coordinates))
+            prefill, sent = await self._send_prefill(prefill, prefill_request)
+            if prefill is None:
+                return
+            # From here to decode's first bytes there is no checkpoint: however many requests are in hand, none of
+            # them comes between the two legs of this one.
+            self._back_runs = True
+            legs.start_soon(self._carry, prefill, prefill_request[sent:], prefill_request)
+            prefill = None
+            decode_connection, decode = decode, None
+            await self._send_decode(decode_connection, decode_request)
+        finally:
+            if prefill is not None:
+                await self.prefill.connections.close(prefill)
+            if decode is not None:
+                await self.decode.connections.close(decode)
+
+    async def _take_prefill(self) -> Connection | None:
+        assert self.prefill is not None
+        try:
+            return await self.prefill.connections.take()
+        except RefusedError as error:
+            self._prefill_failed(Prefill.REFUSED, str(error))
+            return None
+
+    async def _take_decode(self) -> Connection | None:
+        try:
+            return await self.decode.connections.take()
+        except RefusedError as error:
+            self.decode.poked.set()
+            self._move(decode=Decode.REFUSED, reason=f"decode engine {self.decode.name}: {error}")
+            return None
+
+    async def _send_prefill(self, connection: Connection, data: memoryview) -> tuple[Connection | None, int]:
+        """Send the prefill leg's first piece, which is what "on the wire" means: the connection it went out on, and
+        the number of bytes. A kept-alive one that turns out dead is replaced, once: nothing else has been sent yet.
+        No connection where that failed."""
+        assert self.prefill is not None and self.report.prefill is not None  # noqa: PT018
+        leg = self.report.prefill
+        leg.reused = connection.served > 0
+        with trio.move_on_after(self._settings.prefill_timeout):
+            try:
+                try:
+                    sent = await _send_first(connection, data)
+                except BrokenError:
+                    await self.prefill.connections.close(connection)
+                    connection = await self.prefill.connections.take(fresh=True)
+                    leg.reused = False
+                    sent = await _send_first(connection, data)
+            except (BrokenError, RefusedError) as error:
+                await self.prefill.connections.close(connection)
+                self._prefill_failed(Prefill.FAILED, str(error))
+                return None, 0
+            leg.sent = trio.current_time()
+            self._prefill_deadline = leg.sent + self._settings.prefill_timeout
+            self._move(prefill=Prefill.PENDING)
+            return connection, sent
+        await self.prefill.connections.close(connection)
+        self._prefill_failed(Prefill.LATE, "it did not take the request in time")
+        return None, 0
+
+    async def _send_decode(self, connection: Connection, data: memoryview) -> None:
+        """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
+        leg = self.report.decode
+        leg.reused = connection.served > 0
+        self.decode_leg = DecodeLeg(connection, leg)
+        self._move(decode=Decode.WAITING)
+        why = "it did not take the request in time"
+        with trio.move_on_after(self._settings.first_byte_timeout):
+            try:
+                sent = await _send_first(connection, data)
+                leg.sent = trio.current_time()
+                if sent < len(data):
+                    await connection.send(data[sent:])
+                return
+            except BrokenError as error:
+                why = str(error)
+        connection.spoiled = True
+        # It may have answered without reading all of the request; its own word is better than ours.
+        outcome = Decode.BROKEN
+        with trio.move_on_after(EARLY_ANSWER):
+            outcome = await self.decode_leg.speak()
+        if outcome is Decode.BROKEN:
+            self.decode_leg.reason = why
+        self._spoke(outcome)
+
+    def _request(self, engine: Engine, body: bytes) -> memoryview:
+        headers = [
+            (b"host", engine.host_header),
+            (b"content-type", b"application/json"),
+            (b"x-request-id", self.id.encode()),
+            *self.plan.headers,
+        ]
+        if engine.authorization is not None and not any(name == b"authorization" for name, _ in headers):
+            headers.append((b"authorization", engine.authorization))
+        return memoryview(request_bytes(b"POST", self.plan.api.path.encode(), headers, body))
+
+    # -- the front: waiting ----------------------------------------------------------------------
+
+    async def wait(self, legs: trio.Nursery) -> Verdict:
+        """Wait until there is a verdict for the client. A rescue that a lapsed lease calls for starts in `legs`."""
+        while True:
+            verdict = self.verdict
+            if verdict.debt is Debt.RESCUE and self._lapsed:
+                self._rescued = True
+                self._back_runs = True
+                legs.start_soon(self._rescue_lapsed)
+            elif verdict.step is not Step.WAIT:
+                return await self._tie(verdict)
+            await self._wait_for_a_move()
+
+    async def _wait_for_a_move(self) -> None:
+        """Until a fact has changed: by the decode engine's word, by the back, or by the clock."""
+        assert self.decode_leg is not None
+        silent, late, lapse = self._deadlines()
+        outcome: Decode | None = None
+        with trio.CancelScope(deadline=min(silent, late, lapse)) as self._waiting:
+            outcome = await self.decode_leg.speak()
+        self._waiting = None
+        if outcome is not None:
+            self._spoke(outcome)
+            return
+        now = trio.current_time()
+        if now >= silent:
+            self._move(decode=Decode.LATE, reason=f"decode engine {self.decode.name} was silent for too long")
+        elif now >= late:
+            self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
+        elif now >= lapse:
+            self._lapsed = True
+
+    def _deadlines(self) -> tuple[float, float, float]:
+        """When the decode engine has been silent for too long, prefill's answer is late, its lease has lapsed."""
+        silent = self._request_deadline
+        if self.plan.stream and self.report.decode.sent is not None:
+            # Not for an answer in one piece: its engine is silent until all of it is done.
+            silent = min(silent, self.report.decode.sent + self._settings.first_byte_timeout)
+        late = self._prefill_deadline if self._prefill is Prefill.PENDING else inf
+        lapse = inf
+        if self.prefill is not None and self._prefill is Prefill.OK and not self._lapsed:
+            lapse = self._prefill_answered + self.prefill.lease_seconds + RESCUE_MARGIN
+        return silent, late, lapse
+
+    def _spoke(self, outcome: Decode) -> None:
+        assert self.decode_leg is not None
+        reason = self.decode_leg.reason
+        if outcome is Decode.BROKEN:
+            self.decode.poked.set()
+        self._move(decode=outcome, reason=f"decode engine {self.decode.name}: {reason}" if reason else None)
+
+    async def _tie(self, verdict: Verdict) -> Verdict:
+        """Judge together what happens at the same instant: a decode leg that failed may have outrun the prefill
+        engine's word on the request by nothing but scheduling."""
+        if self._decode not in (Decode.FAILED, Decode.BROKEN) or self._prefill is not Prefill.PENDING:
+            return verdict
+        with trio.move_on_after(TIE):
+            while self._prefill is Prefill.PENDING:
+                await self._moved.wait()
+        return self.verdict
+
+    def end_stream(self, *, complete: bool, reason: str | None = None) -> None:
+        """The relayed stream has ended: properly, or not."""
+        self._move(decode=Decode.DONE if complete else Decode.CUT, reason=reason)
+
+    # -- the front: leaving ----------------------------------------------------------------------
+
+    async def leave(self, why: str) -> None:
+        """Nobody waits here any more: the decode leg ends, the prefill leg goes on as far as the debt demands.
+
+        `why` is what a settling leg is counted under. To be called however the front ends; the second call
+        does nothing. Never raises and never waits for an engine, also not when cancelled.
+        """
+        if self._left:
+            return
+        self._left = True
+        if self.decode_leg is not None:
+            with trio.CancelScope(shield=True):
+                await self.decode.connections.give_back(self.decode_leg.connection)
+        if self._back_runs:
+            self._bound_back(self.verdict.debt, why)
+        else:
+            self._finish()
+
+    def _bound_back(self, debt: Debt, why: str) -> None:
+        """How much longer the back may take, now that nobody waits for it."""
+        now = trio.current_time()
+        if debt is Debt.NONE:
+            self._nothing_owed = True
+            self._limit_back(now)
+        elif debt is Debt.PAID:
+            # What is left of the prefill leg is its answer. It gets a moment, for the connection's sake.
+            self._nothing_owed = True
+            self._limit_back(now + self._settings.drain_grace)
+        else:
+            self._owed = True
+            self.decode.debts += 1
+            self.report.settled = why
+            self._limit_back(now + self._settings.settle_timeout)
+
+    def _limit_back(self, deadline: float) -> None:
+        if self._back_scope is not None:
+            self._back_scope.deadline = min(self._back_scope.deadline, deadline)
+
+    def _finish(self) -> None:
+        """Both hands have ended: what the debt has come to, and the places go back."""
+        debt = self.verdict.debt
+        if debt in (Debt.CARRY, Debt.RESCUE):
+            debt = Debt.STRANDED  # only a fault of ours ends the back early, and it must not hide a debt
+        self.report.debt = debt
+        if self._owed:
+            self.decode.debts -= 1
+        if debt is Debt.STRANDED:
+            self.decode.stranded += 1
+            self._tell_stranded()
+        self._return_prefill()
+        self._pool.give_back(self.decode)
+
+    def _tell_stranded(self) -> None:
+        assert self.prefill is not None
+        log.error(
+            "stranded: decode engine %s holds KV blocks of dispatch %s that prefill engine %s will never push (%s). "
+            "They stay held until that decode engine is restarted: drain it and restart it when its "
+            "vllm:kv_cache_usage_perc no longer returns to 0 while it is idle (%d stranded there so far)",
+            self.decode.name,
+            self.id,
+            self.prefill.name,
+            self.report.reason or "no reason known",
+            self.decode.stranded,
+        )
+
+    def _return_prefill(self) -> None:
+        if self._holds_prefill:
+            self._holds_prefill = False
+            assert self.prefill is not None
+            self._pool.give_back(self.prefill)
+
+    # -- the back --------------------------------------------------------------------------------
+
+    async def _carry(self, connection: Connection, rest: memoryview, request: memoryview) -> None:
+        """The prefill leg from its first send to its end, rescue included."""
+        try:
+            with trio.CancelScope(shield=True):  # whoever leaves: see the module
+                bound = self._settings.prefill_timeout + self._settings.settle_timeout
+                await self._bounded(bound, connection, rest, request)
+                await self._pay()
+        finally:
+            self._back_ended()
+
+    async def _rescue_lapsed(self) -> None:
+        """The back once more: the lease may have ended before the decode engine asked for its KV."""
+        assert self.prefill is not None
+        try:
+            with trio.CancelScope(shield=True), self._pool.place(self.prefill):
+                self._prefill_deadline = trio.current_time() + self._settings.prefill_timeout
+                await self._rescue("lapsed")
+                if self._prefill is not Prefill.OK:
+                    # It did answer once; only whether that was in time is not known.
+                    self._move(prefill=Prefill.OK)
+                else:
+                    self._lapsed = False
+        finally:
+            self._back_ended()
+
+    def _back_ended(self) -> None:
+        self._back_runs = False
+        self._return_prefill()
+        if self._left:
+            self._finish()
+
+    async def _bounded(self, seconds: float, connection: Connection, rest: memoryview, request: memoryview) -> None:
+        """One prefill leg within `seconds`, or what `leave` makes of them."""
+        if self._left:
+            seconds = min(seconds, self._settings.settle_timeout)
+        with trio.CancelScope(deadline=trio.current_time() + seconds) as self._back_scope:
+            if self._nothing_owed:
+                self._back_scope.cancel("nothing is owed")
+            await self._prefill_leg(connection, rest, request)
+        if self._back_scope.cancelled_caught and not self._nothing_owed:
+            self._prefill_failed(Prefill.FAILED, "it never answered")
+        self._back_scope = None
+
+    async def _prefill_leg(self, connection: Connection, rest: memoryview, request: memoryview) -> None:
+        """Send what is left of the request, read the answer, judge it."""
+        assert self.prefill is not None and self.report.prefill is not None  # noqa: PT018
+        leg = self.report.prefill
+        try:
+            try:
+                answer = await self._converse(connection, leg, rest)
+            except BrokenError:
+                if not leg.reused or connection.received:
+                    raise
+                # The engine closed a kept-alive connection as we wrote to it: it has seen nothing.
+                await self.prefill.connections.close(connection)
+                connection = await self.prefill.connections.take(fresh=True)
+                leg.reused = False
+                answer = await self._converse(connection, leg, request)
+            self._judge(answer)
+        except (BrokenError, RefusedError) as error:
+            self._prefill_failed(Prefill.FAILED, str(error))
+        finally:
+            with trio.CancelScope(shield=True):
+                await self.prefill.connections.give_back(connection)
+
+    async def _converse(self, connection: Connection, leg: LegReport, data: memoryview) -> Answer:
+        body = Body(connection, leg)
+        if not data:
+            return await body.read()
+        try:
+            await connection.send(data)
+        except BrokenError:
+            with trio.move_on_after(EARLY_ANSWER):
+                return await body.read()
+            raise
+        return await body.read()
+
+    def _judge(self, answer: Answer) -> None:
+        assert self.prefill is not None and self._coordinates is not None  # noqa: PT018
+        outcome = judge_prefill(answer, self._coordinates.engine_id)
+        if outcome is Prefill.OK:
+            self._prefill_answered = trio.current_time()
+            self._move(prefill=Prefill.OK)
+            return
+        self.prefill_answer = answer
+        if outcome is Prefill.FOREIGN:
+            self.prefill.doubt("it answered with other coordinates than it was known by: it was restarted")
+            self._prefill_failed(outcome, f"it is no longer {self._coordinates.engine_id}")
+        else:
+            self._prefill_failed(outcome, f"answered {answer.status}")
+
+    def _prefill_failed(self, outcome: Prefill, why: str) -> None:
+        assert self.prefill is not None
+        if outcome in (Prefill.REFUSED, Prefill.FAILED):
+            self.prefill.poked.set()
+        self._move(prefill=outcome, reason=f"prefill engine {self.prefill.name}: {why}")
+
+    async def _pay(self) -> None:
+        """Pay a debt that the prefill leg did not, by one rescue, unless the decode engine proves it holds nothing."""
+        waited = False
+        while self.verdict.debt is Debt.RESCUE:
+            if not waited:
+                waited = True
+                await self._wait_for_decode(self._rescue_delay())
+            else:
+                await self._rescue(self._prefill.value)
+
+    def _rescue_delay(self) -> float:
+        if self._prefill is Prefill.BUSY:
+            told = self.prefill_answer.retry_after if self.prefill_answer else None
+            return min(told or BUSY_WAIT, LONGEST_BUSY_WAIT)
+        if self._decode is not Decode.WAITING or self._left:
+            return 0
+        return REFUSAL_WAIT if self._prefill is Prefill.REJECTED else TIE
+
+    async def _wait_for_decode(self, seconds: float) -> None:
+        """Until the decode leg has come to something, for at most `seconds`."""
+        before = self._decode
+        with trio.move_on_after(seconds):
+            while self._decode is before:
+                await self._moved.wait()
+
+    async def _rescue(self, why: str) -> None:
+        """Send the prefill leg again: same ids, same prompt, same n, same engine. Any 200 makes the push happen."""
+        assert self.prefill is not None
+        self._rescued = True
+        self.report.rescue = why
+        self._move(prefill=Prefill.PENDING)
+        try:
+            connection = await self.prefill.connections.take(fresh=True)
+        except RefusedError as error:
+            self._prefill_failed(Prefill.REFUSED, str(error))
+        else:
+            request = self._request(self.prefill, self.plan.prefill_body(self.id))
+            await self._bounded(self._settings.settle_timeout, connection, request, request)
+        self.report.rescue_paid = self._prefill is Prefill.OK
+
+
+async def _send_first(connection: Connection, data: memoryview) -> int:
+    """The first send of a request; how much of it went out. Without a checkpoint where the kernel takes it."""
+    if sent := connection.send_now(data[:FIRST_SEND]):
+        return sent
+    await connection.send(data[:FIRST_SEND])
+    return min(FIRST_SEND, len(data))

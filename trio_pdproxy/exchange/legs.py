@@ -1,0 +1,198 @@
+"""Reading what an engine answers to one leg, as far as the verdict needs to know it.
+
+Both readers can be cancelled and called again; nothing that came is lost. They raise nothing an engine can cause:
+what became of the leg is what they return.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import trio
+
+from trio_pdproxy.core import sse
+from trio_pdproxy.core.plan import coordinates_in
+from trio_pdproxy.core.report import LegReport
+from trio_pdproxy.core.verdict import Decode, Prefill
+from trio_pdproxy.engines.wire import BrokenError, Connection, Head, Headers
+
+ANSWER_LIMIT = 64 * 1024 * 1024
+"""Bytes of an answer that has to be held as a whole: prefill's, an error, a non-stream completion."""
+
+# Names in lower case; the server adds its own date and server, and the client is told our request id.
+_NOT_PASSED = frozenset(
+    {
+        b"connection",
+        b"keep-alive",
+        b"proxy-authenticate",
+        b"proxy-connection",
+        b"te",
+        b"trailer",
+        b"transfer-encoding",
+        b"upgrade",
+        b"content-length",
+        b"date",
+        b"server",
+        b"x-request-id",
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An engine's complete answer."""
+
+    status: int
+    headers: list[tuple[bytes, bytes]]
+    body: bytes
+
+    @property
+    def retry_after(self) -> int | None:
+        for name, value in self.headers:
+            if name == b"retry-after" and value.isdigit():
+                return int(value)
+        return None
+
+
+def passed_headers(head: Head) -> list[tuple[bytes, bytes]]:
+    """What the client sees of an engine's headers: all but what belongs to one hop, and our own."""
+    named = {token.strip().lower() for token in (head.get(b"connection") or b"").split(b",")}
+    return [pair for pair in head.headers if pair[0] not in _NOT_PASSED and pair[0] not in named]
+
+
+class Body:
+    """A response read as a whole: `read` may be cancelled and called again."""
+
+    __slots__ = ("_pieces", "_size", "connection", "report")
+
+    def __init__(self, connection: Connection, report: LegReport) -> None:
+        self.connection = connection
+        self.report = report
+        self._pieces: list[bytes] = []
+        self._size = 0
+
+    async def head(self) -> Head:
+        head = await self.connection.receive_head()
+        if self.report.head is None:
+            self.report.head = trio.current_time()
+            self.report.status = head.status
+        return head
+
+    async def read(self) -> Answer:
+        """The complete answer. Raises `BrokenError`, also beyond `ANSWER_LIMIT`."""
+        head = await self.head()
+        while piece := await self.connection.receive_body():
+            if self.report.first is None:
+                self.report.first = trio.current_time()
+            self._pieces.append(piece)
+            self._size += len(piece)
+            if self._size > ANSWER_LIMIT:
+                self.connection.spoiled = True
+                raise BrokenError(f"an answer of more than {ANSWER_LIMIT} bytes")
+        self.report.end = trio.current_time()
+        return Answer(head.status, passed_headers(head), b"".join(self._pieces))
+
+
+def judge_prefill(answer: Answer, engine_id: str) -> Prefill:
+    """What a prefill engine's answer means for a decode engine that was sent to `engine_id`."""
+    if answer.status == 200:
+        told = coordinates_in(answer.body)
+        return Prefill.OK if told is not None and told[0] == engine_id else Prefill.FOREIGN
+    if answer.status in (429, 503):
+        return Prefill.BUSY
+    if 400 <= answer.status < 500:
+        return Prefill.REJECTED
+    return Prefill.FAILED
+
+
+class DecodeLeg:
+    """The decode leg's answer up to the point where the client's status is known, and its stream after that."""
+
+    def __init__(self, connection: Connection, report: LegReport) -> None:
+        self.connection = connection
+        self.report = report
+        self.answer: Answer | None = None
+        """Complete, where it is not a stream."""
+        self.head: Head | None = None
+        self.opening = b""
+        """The first whole events of a stream."""
+        self.reason = ""
+        """What went wrong, in words."""
+        self.framer: sse.EventFramer | None = None
+        self.error_seen = False
+        """The stream reported an error of its own after its first event."""
+        self._body = Body(connection, report)
+
+    async def speak(self) -> Decode:
+        """Wait for what the engine says first: SPEAKING (a stream has begun), DONE (a complete 200), REJECTED,
+        FAILED or BROKEN."""
+        try:
+            head = await self._body.head()
+            if head.status == 200 and _is_event_stream(head):
+                self.head = head
+                return await self._first_event()
+            self.answer = await self._body.read()
+        except BrokenError as error:
+            self.reason = str(error)
+            return Decode.BROKEN
+        if self.answer.status == 200:
+            return Decode.DONE
+        self.reason = f"answered {self.answer.status}"
+        return Decode.REJECTED if 400 <= self.answer.status < 500 else Decode.FAILED
+
+    async def _first_event(self) -> Decode:
+        if self.framer is None:
+            self.framer = sse.EventFramer()
+        while True:
+            data = await self.connection.receive_body()
+            if not data:
+                raise BrokenError("the stream ended before its first event")
+            if self.report.first is None:
+                self.report.first = trio.current_time()
+            try:
+                self.opening += self.framer.feed(data)
+            except sse.EventTooLongError as error:
+                self.connection.spoiled = True
+                raise BrokenError(str(error)) from error
+            # Comments say nothing: an engine may send them (`: ping`) long before it has its KV.
+            if self.opening and (said := sse.events(self.opening)):
+                return self._judge(said[0])
+
+    def _judge(self, first: bytes) -> Decode:
+        error = sse.error_event(first)
+        if error is None:
+            return Decode.SPEAKING
+        code = error.get("code")
+        status = code if isinstance(code, int) and 400 <= code < 600 else 502
+        self.reason = f"its first event is an error ({code})"  # not its message: that may quote a prompt
+        self.answer = Answer(status, [(b"content-type", b"application/json")], first)
+        # A client's fault stays one, whichever way it is told: no other pair would judge it otherwise.
+        return Decode.REJECTED if status < 500 else Decode.FAILED
+
+    async def more(self) -> bytes:
+        """The stream's next whole events; `b""` at its proper end, after which `framer.tail` may hold a last
+        unfinished one. Raises `BrokenError`."""
+        assert self.framer is not None
+        while True:
+            data = await self.connection.receive_body()
+            if not data:
+                self.report.end = trio.current_time()
+                return b""
+            try:
+                block = self.framer.feed(data)
+            except sse.EventTooLongError as error:
+                self.connection.spoiled = True
+                raise BrokenError(str(error)) from error
+            if block:
+                if b'"error"' in block and any(sse.error_event(event) for event in sse.events(block)):
+                    self.error_seen = True
+                return block
+
+    @property
+    def passed_headers(self) -> Headers:
+        assert self.head is not None
+        return passed_headers(self.head)
+
+
+def _is_event_stream(head: Head) -> bool:
+    return (head.get(b"content-type") or b"").lower().startswith(b"text/event-stream")

@@ -1,0 +1,283 @@
+"""One exchange: THE nursery.
+
+    async with trio.open_nursery() as legs:        opened by `run_exchange`, in the task that writes the response
+        for each pair that is tried:
+            dispatch.open(legs)                    prefill leg on the wire, decode leg right after; the prefill
+                                                   leg's back goes on as a child of `legs`
+            dispatch.wait(legs)                    decode's first word, or a verdict without it
+            relay / answer / next pair             here, by direct calls to the sink: back-pressure for free
+            dispatch.leave()                       the decode leg is closed; the debt goes on in `legs`
+    the nursery closes when the last debt is paid or stranded: nothing outlives it
+
+Why the exchange owns the client's status as well as its bytes: it is held until the decode engine's first body byte.
+That engine answers 200 at once, long before it has any KV, so its head means nothing; its first byte means that
+the transfer worked. Until then every failure is an honest status, and another pair may be tried; after it
+("the commit") the client's stream can only go on or visibly break.
+
+Cancellation is the client's leaving. It ends the front of every dispatch at its next checkpoint; the backs are
+shielded and bounded (see dispatch.py), so the nursery always ends, at the latest after
+prefill_timeout + 2 settle_timeout and what the connects take.
+
+What this guarantees (the tests are named after these):
+  I1 no leg outlives its request             I2 a response is closed before its engine's place is returned
+  I3 one response start at most              I4 a truncated body never looks complete
+  I5 the verdict knows no order              I6 every dispatch has its own id; only a rescue repeats it
+  I7 no wait without a deadline              I8 every debt is paid or counted
+  I9 a stream's bytes are not changed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import inf
+from uuid import uuid4
+
+import trio
+
+from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.plan import Kind, Plan, without_kv_transfer_params
+from trio_pdproxy.core.report import Report
+from trio_pdproxy.core.verdict import Decode, Instead, Prefill, Step, Verdict
+from trio_pdproxy.engines.pool import Pool
+from trio_pdproxy.engines.wire import BrokenError
+from trio_pdproxy.exchange.dispatch import Dispatch
+from trio_pdproxy.exchange.legs import Answer
+from trio_pdproxy.exchange.sink import Sink
+
+
+def new_dispatch_id() -> str:
+    """Unguessable, and never used twice: two live requests of one id get each other's KV."""
+    return uuid4().hex
+
+
+async def run_exchange(
+    plan: Plan, pool: Pool, sink: Sink, report: Report, *, new_id: Callable[[], str] = new_dispatch_id
+) -> Report:
+    """Serve `plan` with engines of `pool`, answer into `sink`, fill in `report` (and return it).
+
+    Returns when the client has its answer and no debt is left. Raises nothing an engine or a client can cause;
+    a cancellation from outside is the client's leaving and is passed on once the debts are settled.
+    """
+    try:
+        async with trio.open_nursery() as legs:
+            await _Exchange(plan, pool, sink, report, new_id).serve(legs)
+    except trio.Cancelled:
+        report.outcome = "disconnect"
+        raise
+    finally:
+        report.ended = trio.current_time()
+    return report
+
+
+class _Exchange:
+    def __init__(self, plan: Plan, pool: Pool, sink: Sink, report: Report, new_id: Callable[[], str]) -> None:
+        self.plan = plan
+        self.pool = pool
+        self.sink = sink
+        self.report = report
+        self.new_id = new_id
+        self.deadline = trio.current_time() + pool.settings.request_timeout
+        report.kind = plan.kind.value
+        report.stream = plan.stream
+        report.dropped = plan.dropped
+
+    async def serve(self, legs: trio.Nursery) -> None:
+        try:
+            await self._try_pairs(legs)
+        except ProxyError as error:
+            await self._answer_error(error)
+        finally:
+            self.report.last_byte = trio.current_time()
+
+    async def _try_pairs(self, legs: trio.Nursery) -> None:
+        """Try pairs until one has a verdict that is not to try another; raises `ProxyError` where that is ours."""
+        avoid: set[str] = set()
+        failure: ProxyError | Answer | None = None
+        for _ in range(self.pool.settings.attempts):
+            try:
+                dispatch = await self._lease(avoid)
+            except ProxyError as error:
+                failure = failure or error  # no pair left: what the last one said is the better answer
+                break
+            settled_as = "disconnect"  # what only a cancellation leaves standing
+            try:
+                await dispatch.open(legs)
+                verdict = await dispatch.wait(legs)
+                settled_as = _settled_as(verdict, dispatch)
+                if verdict.step is not Step.ANOTHER_PAIR:
+                    await self._conclude(dispatch, verdict)
+                    return
+                failure = self._instead(dispatch, verdict)
+                avoid.update(_at_fault(dispatch))
+            finally:
+                await dispatch.leave(settled_as)
+        assert failure is not None
+        if isinstance(failure, ProxyError):
+            raise failure
+        await self._answer(failure, self._outcome_of(failure.status))
+
+    async def _lease(self, avoid: set[str]) -> Dispatch:
+        pair = self.plan.kind is Kind.PUSH
+        taken = await self.pool.take(pair=pair, avoid=avoid)
+        if self.report.leased is None:
+            self.report.leased = trio.current_time()
+        prefill, decode = taken if pair else (None, taken[0])
+        dispatch = Dispatch(self.plan, self.new_id(), prefill, decode, self.pool, request_deadline=self.deadline)
+        self.report.dispatches.append(dispatch.report)
+        return dispatch
+
+    # -- what the client gets --------------------------------------------------------------------
+
+    async def _conclude(self, dispatch: Dispatch, verdict: Verdict) -> None:
+        match verdict.step:
+            case Step.RELAY:
+                await self._relay(dispatch)
+            case Step.END:
+                await self._answer_whole(dispatch)
+            case Step.DECODE_ANSWER:
+                assert dispatch.decode_leg is not None and dispatch.decode_leg.answer is not None  # noqa: PT018
+                await self._answer(dispatch.decode_leg.answer, "client_error")
+            case Step.PREFILL_ANSWER:
+                assert dispatch.prefill_answer is not None
+                await self._answer(dispatch.prefill_answer, "client_error")
+            case _:
+                failure = self._instead(dispatch, verdict)
+                if isinstance(failure, ProxyError):
+                    raise failure
+                await self._answer(failure, self._outcome_of(failure.status))
+
+    async def _relay(self, dispatch: Dispatch) -> None:
+        """The commit, and the stream after it, in whole events."""
+        leg = dispatch.decode_leg
+        assert leg is not None and leg.head is not None and leg.framer is not None  # noqa: PT018
+        settings = self.pool.settings
+        await self._start(leg.head.status, leg.passed_headers)
+        block, leg.opening = leg.opening, b""
+        broken: str | None = None
+        with trio.CancelScope() as scope:
+            while block:
+                scope.deadline = trio.current_time() + settings.write_timeout
+                await self._write(block)
+                scope.deadline = min(trio.current_time() + settings.idle_timeout, self.deadline)
+                try:
+                    block = await leg.more()
+                except BrokenError as error:
+                    broken = str(error)
+                    break
+            scope.deadline = inf
+        if scope.cancelled_caught:
+            broken = "the stream stood still for too long" if trio.current_time() < self.deadline else "out of time"
+        if broken is None:
+            if leg.framer.tail:
+                await self._write(leg.framer.tail)
+            await self._finish(dispatch)
+            self.report.outcome = "decode_error" if leg.error_seen else "ok"
+            return
+        dispatch.end_stream(complete=False, reason=f"decode engine {dispatch.decode.name}: {broken}")
+        self.report.outcome = "cut"
+        cut = ProxyError(
+            f"the decode engine's stream broke off: {broken}",
+            status=502,
+            fault=Fault.DECODE,
+            code="stream_broken",
+        )
+        with trio.move_on_after(settings.write_timeout):
+            await self._write(cut.event())
+
+    async def _answer_whole(self, dispatch: Dispatch) -> None:
+        leg = dispatch.decode_leg
+        assert leg is not None and leg.answer is not None  # noqa: PT018
+        answer = leg.answer
+        await self._answer(Answer(answer.status, answer.headers, without_kv_transfer_params(answer.body)), "ok")
+
+    async def _answer(self, answer: Answer, outcome: str) -> None:
+        """An engine's answer, verbatim."""
+        with trio.move_on_after(self.pool.settings.write_timeout) as scope:
+            length = (b"content-length", str(len(answer.body)).encode())
+            await self._start(answer.status, [*answer.headers, length])
+            if answer.body:
+                await self._write(answer.body)
+            await self.sink.finish()
+        self.report.outcome = "cut" if scope.cancelled_caught else outcome
+
+    async def _answer_error(self, error: ProxyError) -> None:
+        """What the proxy itself has to say."""
+        body = error.body()
+        await self._answer(Answer(error.status, error.headers(), body), _OUTCOMES[error.fault])
+        if error.status == 504:
+            self.report.outcome = "timeout"
+
+    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+        self.report.status = status
+        await self.sink.start(status, [*headers, (b"x-request-id", self.report.request_id.encode())])
+
+    async def _write(self, block: bytes) -> None:
+        await self.sink.write(block)
+        self.report.events += 1
+        if self.report.first_byte is None:
+            self.report.first_byte = trio.current_time()
+
+    async def _finish(self, dispatch: Dispatch) -> None:
+        """The clean end, at once: whatever is left of the prefill leg, the client does not wait for it."""
+        dispatch.end_stream(complete=True)
+        with trio.move_on_after(self.pool.settings.write_timeout):
+            await self.sink.finish()
+
+    # -- failures in words -----------------------------------------------------------------------
+
+    def _instead(self, dispatch: Dispatch, verdict: Verdict) -> ProxyError | Answer:
+        """What is said where no other pair is tried."""
+        reason = dispatch.report.reason or "it failed"
+        match verdict.instead:
+            case Instead.PREFILL_SAID if (answer := dispatch.prefill_answer) and answer.status in (429, 503):
+                return answer
+            case Instead.DECODE_SAID if leg := dispatch.decode_leg:
+                return leg.answer if leg.answer and leg.answer.status >= 500 else _bad_gateway(Fault.DECODE, reason)
+            case Instead.TIMEOUT:
+                fault = Fault.PREFILL if dispatch.outcomes[0] is Prefill.LATE else Fault.DECODE
+                return ProxyError(reason, status=504, fault=fault, code="timeout")
+            case _:
+                fault = Fault.PREFILL if _at_fault(dispatch) == {_name(dispatch)} else Fault.DECODE
+                return _bad_gateway(fault, reason)
+
+    @staticmethod
+    def _outcome_of(status: int) -> str:
+        return "overloaded" if status in (429, 503) else "decode_error"
+
+
+_OUTCOMES = {
+    Fault.CLIENT: "client_error",
+    Fault.PREFILL: "prefill_error",
+    Fault.DECODE: "decode_error",
+    Fault.PROXY: "proxy_error",
+    Fault.BUSY: "overloaded",
+}
+
+
+def _bad_gateway(fault: Fault, reason: str) -> ProxyError:
+    return ProxyError(reason, status=502, fault=fault, code=f"{fault.name.lower()}_failed")
+
+
+def _name(dispatch: Dispatch) -> str:
+    return dispatch.prefill.name if dispatch.prefill else ""
+
+
+def _at_fault(dispatch: Dispatch) -> set[str]:
+    """The engine that another try had better do without."""
+    prefill, decode = dispatch.outcomes
+    if decode is Decode.BROKEN and dispatch.report.decode.reused and dispatch.report.decode.head is None:
+        return set()  # a kept-alive connection that died under the request says nothing of the engine
+    if decode in (Decode.REFUSED, Decode.FAILED, Decode.BROKEN):
+        return {dispatch.decode.name}
+    if prefill in (Prefill.REFUSED, Prefill.BUSY, Prefill.FAILED, Prefill.FOREIGN):
+        return {_name(dispatch)}
+    return set()
+
+
+def _settled_as(verdict: Verdict, dispatch: Dispatch) -> str:
+    """Under which name a prefill leg that is carried on is counted."""
+    if verdict.step is Step.FAIL:
+        return "timeout"
+    if verdict.step in (Step.RELAY, Step.END):
+        return "drain"
+    return "decode_failed" if dispatch.outcomes[1] is not Decode.WAITING else "prefill_failed"

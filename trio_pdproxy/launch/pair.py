@@ -1,0 +1,189 @@
+"""Real prefill and decode engines on this machine, all of them ready, for as long as a block lasts.
+
+async with open_vllm(prefill=1, decode=1, lease=12) as engines:
+    engines.prefill[0].url, engines.prefill[0].side_channel, engines.decode[0].url
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import trio
+
+from .environment import EngineEnvironment, ensure_environment
+from .errors import LaunchError
+from .model import ensure_model
+from .ports import choose_ports
+from .process import EngineProcess
+from .progress import Progress, Step, silent
+from .vllm import NICE, SERVED_MODEL, Role, VllmEngine, vllm_argv, vllm_env
+
+
+@dataclass(frozen=True, slots=True)
+class RunningEngine:
+    """One engine of the set: where it is reached, and the process behind it."""
+
+    engine: VllmEngine
+    process: EngineProcess
+
+    @property
+    def name(self) -> str:
+        return self.engine.name
+
+    @property
+    def url(self) -> str:
+        return self.engine.url
+
+    @property
+    def side_channel(self) -> str:
+        return self.engine.side_channel
+
+    @property
+    def log_path(self) -> Path:
+        return self.process.log_path
+
+
+@dataclass(frozen=True, slots=True)
+class RunningSet:
+    """Every engine of `open_vllm`. Engines of one role are interchangeable."""
+
+    prefill: tuple[RunningEngine, ...]
+    decode: tuple[RunningEngine, ...]
+    model: str = SERVED_MODEL
+    _nursery: trio.Nursery | None = field(default=None, repr=False)
+
+    @property
+    def all(self) -> tuple[RunningEngine, ...]:
+        return self.prefill + self.decode
+
+    def kill(self, name: str) -> None:
+        """SIGKILL an engine's whole group. Needs `exit_ok=True`, or the set ends with it."""
+        self._named(name).process.kill()
+
+    async def restart(self, name: str) -> None:
+        """Kill an engine if it runs, start it again on the same ports, return when it is ready.
+
+        It comes back with a new NIXL engine id. Needs `exit_ok=True` if it is still running.
+        """
+        assert self._nursery is not None
+        process = self._named(name).process
+        process.kill()
+        await process.wait_exited()
+        await self._nursery.start(process.run)
+
+    def _named(self, name: str) -> RunningEngine:
+        for running in self.all:
+            if running.name == name:
+                return running
+        raise KeyError(f"no engine {name!r}; there are {', '.join(running.name for running in self.all)}")
+
+
+@asynccontextmanager
+async def open_vllm(
+    prefill: int = 1,
+    decode: int = 1,
+    *,
+    lease: int = 30,
+    log_dir: Path | None = None,
+    ready_timeout: float = 300.0,
+    exit_ok: bool = False,
+    torch_index: str | None = None,
+    extra_args: Sequence[str] = (),
+    extra_env: Mapping[str, str] | None = None,
+    progress: Progress = silent,
+) -> AsyncIterator[RunningSet]:
+    """Start engines p0.. and d0.. together, on free ports of 127.0.0.1; yield once every one is ready.
+
+    The environment and the model are made first if they are missing (a minute or more, the network is
+    needed then). `log_dir` gets one NAME.log per engine; by default a new temporary folder that is kept.
+    Raises SetupError, PortInUseError, or EngineStartError of the engine that failed first; an engine that
+    ends later ends the block with EngineExitedError (unless `exit_ok`). Errors of engines arrive as
+    themselves, not in a group. On leaving, every group is gone.
+    """
+    environment = await ensure_environment(torch_index=torch_index, progress=progress)
+    model = await ensure_model(environment, progress=progress)
+    logs = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="pdproxy-engines-"))
+    ports = iter(choose_ports(2 * (prefill + decode)))
+
+    def make(role: Role, number: int) -> RunningEngine:
+        name = f"{role[0]}{number}"
+        engine = VllmEngine(name, role, model, next(ports), next(ports), lease=lease, extra=extra_args)
+        process = _process(engine, environment, logs, ready_timeout=ready_timeout, exit_ok=exit_ok, extra_env=extra_env)
+        return RunningEngine(engine, process)
+
+    try:
+        async with trio.open_nursery() as nursery:
+            running = RunningSet(
+                prefill=tuple(make("prefill", number) for number in range(prefill)),
+                decode=tuple(make("decode", number) for number in range(decode)),
+                _nursery=nursery,
+            )
+            await _start_all(running, nursery, progress)
+            yield running
+            nursery.cancel_scope.cancel("the engines are no longer needed")
+    except BaseExceptionGroup as group:
+        if (error := _launch_error(group)) is None:
+            raise
+        raise error from group
+
+
+async def _start_all(running: RunningSet, nursery: trio.Nursery, progress: Progress) -> None:
+    """Start every engine at once in `nursery`; return when all are ready."""
+    total = len(running.all)
+    ready = 0
+    progress(Step("starting engines", 0, total))
+
+    async def start(engine: RunningEngine) -> None:
+        nonlocal ready
+        await nursery.start(engine.process.run)
+        ready += 1
+        progress(Step("starting engines", ready, total))
+
+    async with trio.open_nursery() as starting:
+        for engine in running.all:
+            starting.start_soon(start, engine)
+
+
+def _process(
+    engine: VllmEngine,
+    environment: EngineEnvironment,
+    logs: Path,
+    *,
+    ready_timeout: float,
+    exit_ok: bool,
+    extra_env: Mapping[str, str] | None,
+) -> EngineProcess:
+    return EngineProcess(
+        engine.name,
+        vllm_argv(engine, environment.python),
+        env=vllm_env(engine, os.environ, gentle=environment.gentle, extra=extra_env),
+        log_path=logs / f"{engine.name}.log",
+        ready_url=engine.url,
+        ports=[(engine.host, engine.port), (engine.host, engine.side_channel_port)],
+        nice=NICE,
+        ready_timeout=ready_timeout,
+        exit_ok=exit_ok,
+    )
+
+
+def _launch_error(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
+    """The one error to show if the group holds nothing but our own; None if it must pass as it is.
+
+    Of two engines that failed together it is the first by text, so that the same failure reads the same.
+    """
+    launch, rest = group.split(LaunchError)
+    if launch is None or rest is not None:
+        return None
+    return min(_leaves(launch), key=str)
+
+
+def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
+    leaves: list[BaseException] = []
+    for error in group.exceptions:
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

@@ -1,0 +1,153 @@
+"""One engine as a supervised process group: started, watched until ready, watched while it serves, stopped.
+
+    async with trio.open_nursery() as nursery:
+        engine = EngineProcess("p0", argv, env=env, log_path=log, ready_url="http://127.0.0.1:8100")
+        await nursery.start(engine.run)       # returns when GET /health answers 200
+        ...
+        nursery.cancel_scope.cancel()         # nothing of the engine is left when the block ends
+
+An engine that ends by itself raises out of `run`, so it takes its nursery down with it: whoever started
+the set decides what that means. `exit_ok=True` is for those who kill engines on purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import trio
+
+from . import diagnose
+from .errors import EngineExitedError, EngineStartError
+from .group import ProcessGroup, open_group
+from .ports import Address, require_free
+from .ready import probe_health
+
+POLL_SECONDS = 0.25
+
+Probe = Callable[[str], Awaitable[bool]]
+
+
+class EngineProcess:
+    """An engine that can be run, any number of times, one run at a time.
+
+    argv, env -- the command and its whole environment
+    log_path -- its output is appended there
+    ready_url -- base URL; ready means that GET `ready_url`/health answered 200 while the process lived
+    ports -- addresses it will listen on, checked before the start
+    nice -- added to the niceness (0 to 19)
+    ready_timeout, stop_grace -- seconds
+    exit_ok -- an exit after readiness ends `run` quietly; see `returncode`
+    """
+
+    def __init__(
+        self,
+        name: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        log_path: Path,
+        ready_url: str,
+        ports: Sequence[Address] = (),
+        nice: int = 0,
+        ready_timeout: float = 300.0,
+        stop_grace: float = 10.0,
+        exit_ok: bool = False,
+        probe: Probe = probe_health,
+    ) -> None:
+        self.name = name
+        self.argv = tuple(argv)
+        self.env = dict(env)
+        self.log_path = log_path
+        self.ready_url = ready_url
+        self.ports = tuple(ports)
+        self.nice = nice
+        self.ready_timeout = ready_timeout
+        self.stop_grace = stop_grace
+        self.exit_ok = exit_ok
+        self.returncode: int | None = None
+        """How the last run ended; None before that."""
+        self.ready_after: float | None = None
+        """Seconds from start to ready in the last run; None until ready."""
+        self.group: ProcessGroup | None = None
+        """The process group while it runs."""
+        self._probe = probe
+        self._exited = trio.Event()
+        self._log_begin = 0
+
+    async def run(self, *, task_status: trio.TaskStatus[EngineProcess] = trio.TASK_STATUS_IGNORED) -> None:
+        """Start the engine, report readiness through `task_status`, stay until it ends or is cancelled.
+
+        Raises PortInUseError before anything is started, EngineStartError until it is ready,
+        EngineExitedError afterwards (unless `exit_ok`). On cancellation the group is stopped: SIGTERM,
+        `stop_grace`, SIGKILL.
+        """
+        if self.group is not None:
+            raise RuntimeError(f"{self.name} is running already")
+        await trio.to_thread.run_sync(require_free, self.ports)
+        self.returncode = self.ready_after = None
+        self._exited = trio.Event()
+        self._log_begin = diagnose.size(self.log_path)
+        begun = trio.current_time()
+        open_it = partial(open_group, env=self.env, log_path=self.log_path, nice=self.nice, grace=self.stop_grace)
+        try:
+            async with open_it(self.argv) as self.group:
+                await self._become_ready(self.group)
+                self.ready_after = trio.current_time() - begun
+                task_status.started(self)
+                await self.group.wait_exit()
+                self.returncode = await self.group.finish()
+        finally:
+            self.group = None
+            self._exited.set()
+        if not self.exit_ok:
+            raise self._error(EngineExitedError, "ended while it was serving")
+
+    def kill(self) -> None:
+        """SIGKILL the whole group, as a crash of the machine would. Does nothing when it is not running."""
+        if self.group is not None:
+            self.group.kill()
+
+    async def wait_exited(self) -> None:
+        """Return when the current run is over and its group is gone."""
+        if self.group is not None:
+            await self._exited.wait()
+
+    async def _become_ready(self, group: ProcessGroup) -> None:
+        """Race readiness against exit and the deadline, in one nursery. Exit outranks an answer: it may
+        have come from somebody else's server on that port.
+        """
+        ready = exited = False
+
+        async def watch_exit() -> None:
+            nonlocal exited
+            await group.wait_exit()
+            exited = True
+            race.cancel_scope.cancel("the engine exited before it was ready")
+
+        with trio.move_on_after(self.ready_timeout):
+            async with trio.open_nursery() as race:
+                race.start_soon(watch_exit)
+                while True:
+                    ready = await self._probe(self.ready_url)
+                    if ready:
+                        break
+                    await trio.sleep(POLL_SECONDS)
+                await trio.lowlevel.checkpoint()
+                race.cancel_scope.cancel("the engine is ready")
+        if exited:
+            self.returncode = await group.finish()
+            raise self._error(EngineStartError, "ended before it was ready")
+        if not ready:
+            raise self._error(EngineStartError, f"was not ready after {self.ready_timeout:g} s")
+
+    def _error(self, kind: type[EngineStartError | EngineExitedError], what: str) -> Exception:
+        return kind(
+            f"engine {self.name} {what} ({diagnose.describe_exit(self.returncode)})",
+            name=self.name,
+            returncode=self.returncode,
+            cause=diagnose.likely_cause(self.returncode, self.log_path, since=self._log_begin),
+            log_path=self.log_path,
+            tail=diagnose.tail(self.log_path, since=self._log_begin),
+        )

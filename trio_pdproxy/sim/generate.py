@@ -1,0 +1,136 @@
+"""One generation request: from its bytes through the engine core to the answer's bytes."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+from trio_pdproxy.sim import render
+from trio_pdproxy.sim.core import EngineCore, EngineDied, Job, TransferFailed
+from trio_pdproxy.sim.faults import Fault, SeenRequest
+from trio_pdproxy.sim.http import Exchange
+from trio_pdproxy.sim.parse import KINDS, Refusal, Work, parse
+from trio_pdproxy.sim.shapes import Shape, messages_error, shape_for
+
+
+async def generate(exchange: Exchange, core: EngineCore, seen: SeenRequest, fault: Fault | None) -> None:
+    """Answer the request; `fault` is the one the exchange was given, if any."""
+    if fault is not None and not fault.after_work:
+        await exchange.strike("before_head")
+    kind = KINDS[exchange.path]
+    try:
+        work = parse(
+            exchange.body,
+            exchange.headers.get("content-type", ""),
+            kind=kind,
+            settings=core.settings,
+        )
+    except Refusal as refusal:
+        own_shape = kind == "messages" and refusal.kind != "Bad Request"
+        body = messages_error(refusal.message, refusal.kind) if own_shape else refusal.body
+        await exchange.respond(refusal.status, body)
+        return
+    job = core.open(work, _request_id(seen, work))
+    try:
+        answer = _answer_stream if work.stream else _answer_whole
+        await answer(exchange, core, job)
+    finally:
+        core.close(job)
+
+
+def _request_id(seen: SeenRequest, work: Work) -> str:
+    if work.kind == "responses":  # the header is not looked at
+        return work.request_id or f"resp_{uuid.uuid4().hex}"
+    in_body = work.request_id if work.kind != "messages" else None
+    return seen.id or in_body or uuid.uuid4().hex
+
+
+def _shape(core: EngineCore, job: Job) -> Shape:
+    return shape_for(
+        job.work.kind,
+        response_id=job.response_id,
+        model=core.settings.model,
+        created=int(time.time()),
+        choices=len(job.sequences),
+    )
+
+
+async def _answer_whole(exchange: Exchange, core: EngineCore, job: Job) -> None:
+    shape = _shape(core, job)
+    exchange.failure = shape.failure(render.INTERNAL)
+    try:
+        while not job.is_over:
+            await core.step(job)
+    except (TransferFailed, EngineDied) as error:
+        exchange.close_after = isinstance(error, EngineDied)
+        message = render.ENGINE_DIED if exchange.close_after else render.INTERNAL
+        await exchange.respond(500, shape.failure_body(message))
+        return
+    transfer = _transfer(exchange, core, job)
+    texts = ["".join(sequence.words) for sequence in job.sequences]
+    body = shape.whole(texts, _counts(job), transfer)
+    await exchange.strike("before_head")
+    await exchange.respond(200, body)
+
+
+def _transfer(exchange: Exchange, core: EngineCore, job: Job) -> dict[str, object] | None:
+    if not job.work.keeps_blocks:
+        return None
+    params = core.transfer_params(job)
+    what = exchange.fault.what if exchange.fault is not None else None
+    if what in ("no_params", "other_params"):
+        exchange.fault, exchange.struck = None, True
+    if what == "other_params":
+        params["remote_engine_id"] = str(uuid.uuid4())
+    return None if what == "no_params" else params
+
+
+async def _answer_stream(exchange: Exchange, core: EngineCore, job: Job) -> None:
+    """The head goes out at once, before any KV; what follows is what the engine says, or how it failed."""
+    shape = _shape(core, job)
+    exchange.failure = shape.failure(render.INTERNAL)
+    failed: str | None = None
+    try:
+        # Registered before the head is sent: a client that sees the head knows that D holds blocks.
+        await core.begin(job)
+    except TransferFailed:
+        failed = render.INTERNAL
+    except EngineDied:
+        failed, exchange.close_after = render.ENGINE_DIED, True
+    await exchange.strike("before_head")
+    await exchange.start()
+    for event in shape.early():
+        await exchange.event(event)
+    if failed is None:
+        failed = await _tell(exchange, core, job, shape)
+    if failed is None:
+        ending: list[bytes] | None = shape.closing(_counts(job), include_usage=job.work.include_usage)
+    else:
+        ending = shape.failure(failed)
+    await exchange.end_with(ending)
+
+
+async def _tell(exchange: Exchange, core: EngineCore, job: Job, shape: Shape) -> str | None:
+    """Send the tokens; what went wrong, or None."""
+    last = job.work.max_tokens
+    opened = False
+    try:
+        while not job.is_over:
+            for sequence in await core.step(job):
+                if not opened:
+                    opened = True
+                    for event in shape.opening():
+                        await exchange.event(event)
+                spoken = sequence.produced
+                token = sequence.words[spoken - 1]
+                await exchange.event(shape.token(sequence.choice, token, last=spoken >= last))
+    except TransferFailed:
+        return render.INTERNAL
+    except EngineDied:
+        return render.ENGINE_DIED
+    return None
+
+
+def _counts(job: Job) -> tuple[int, int]:
+    prompt = sum(sequence.prompt.tokens for sequence in job.sequences) // job.work.n
+    return prompt, sum(sequence.produced for sequence in job.sequences)

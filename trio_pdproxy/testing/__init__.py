@@ -1,0 +1,5 @@
+"""For tests of a deployment, a policy or the proxy itself: everything between a client and simulated engines."""
+
+from trio_pdproxy.testing.rig import Rig, open_rig
+
+__all__ = ["Rig", "open_rig"]

@@ -1,0 +1,149 @@
+"""The Quart-Trio application."""
+
+from __future__ import annotations
+
+import ssl
+from collections import deque
+from collections.abc import Iterator, Mapping
+from importlib.metadata import version
+
+import trio
+from quart_trio import QuartTrio
+
+from trio_pdproxy.config import Settings, load_settings
+from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.report import Report
+from trio_pdproxy.engines.connections import Dial
+from trio_pdproxy.engines.coordinates import SideChannel
+from trio_pdproxy.engines.pool import Pool
+from trio_pdproxy.observe.log import configure, log_exchange
+from trio_pdproxy.observe.metrics import EngineState, Metrics
+from trio_pdproxy.web.connection import ProxyConnection
+from trio_pdproxy.web.lifespan import Lifespan
+from trio_pdproxy.web.routes import routes
+
+RECENT = 256
+"""Reports kept in memory: about 2 KiB each."""
+
+
+class ProxyApp(QuartTrio):
+    """The proxy as an ASGI application. Made by `create_app`.
+
+    `pool` and `settings` are there from lifespan startup on; before it (and after its core task has died) every
+    request is answered with 503.
+    """
+
+    # Quart takes any callables of this shape; its own annotation is narrower.
+    asgi_http_class = ProxyConnection  # type: ignore[assignment]
+    asgi_lifespan_class = Lifespan  # type: ignore[assignment]
+    settings: Settings
+    pool: Pool
+
+    def __init__(
+        self,
+        settings: Settings | None,
+        *,
+        side_channel: SideChannel | None = None,
+        dial: Dial | None = None,
+        ssl_context: ssl.SSLContext | None = None,
+    ) -> None:
+        super().__init__("trio_pdproxy")
+        # Bounds of ours are kept elsewhere, per leg and per write; Quart's would cut every stream after a minute.
+        self.config["RESPONSE_TIMEOUT"] = None
+        self.config["BODY_TIMEOUT"] = 60
+        self.config["MAX_CONTENT_LENGTH"] = 1024 * 1024
+        self._given = settings
+        self._side_channel = side_channel
+        self._dial = dial
+        self._ssl_context = ssl_context
+        self._configured = False
+        self.metrics = Metrics(self._engine_states, lambda: self.pool.waiting if self._configured else 0)
+        self.quiescing = False
+        """Asked to stop: running requests go on, /ready says 503."""
+        self.failure: str | None = None
+        """Why the core task died."""
+        self.core_died = trio.Event()
+        self.started_at = 0.0
+        self.active = 0
+        """Relay requests in hand, debts they left included."""
+        self.recent: deque[Report] = deque(maxlen=RECENT)
+        """The last exchanges, newest last."""
+        self.register_blueprint(routes)
+
+    def configure(self, environ: Mapping[str, str]) -> None:
+        """Read the settings (unless they were given) and make the pool. Raises `ConfigError`."""
+        self.settings = self._given or load_settings(environ=environ)
+        if self._given is None:
+            # Started by a server's own command: nobody else has set up our log records.
+            configure(self.settings.log_level, self.settings.log_format)
+        self.pool = Pool(self.settings, side_channel=self._side_channel, dial=self._dial, ssl_context=self._ssl_context)
+        self.started_at = trio.current_time()
+        self.failure = None
+        self._configured = True
+
+    def core_failed(self, why: str) -> None:
+        self.failure = why
+        self.core_died.set()
+
+    def usable_pool(self) -> Pool | None:
+        return self.pool if self._configured and self.failure is None and not self.quiescing else None
+
+    def not_serving(self) -> ProxyError:
+        """Why there is no usable pool."""
+        why = self.failure or ("the proxy is stopping" if self.quiescing else "the proxy has not started yet")
+        return ProxyError(why, status=503, fault=Fault.PROXY, code="not_serving", retry_after=5)
+
+    def observe(self, report: Report) -> None:
+        """The one place where a finished exchange is handed to whoever looks on."""
+        if report.ended is None:
+            report.ended = trio.current_time()
+        self.recent.append(report)
+        self.metrics.observe(report)
+        log_exchange(report)
+
+    def missing(self) -> list[str]:
+        """Why the proxy is not ready, one sentence each; empty if it is."""
+        if self.usable_pool() is None:
+            return [self.not_serving().message]
+        return self.pool.missing()
+
+    def status(self) -> dict[str, object]:
+        """For /status."""
+        return {
+            "version": version("trio-pdproxy"),
+            "uptime": trio.current_time() - self.started_at,
+            "ready": not self.missing(),
+            "missing": self.missing(),
+            "policy": {"prefill": "round_robin", "decode": "round_robin"},
+            "active": self.active,
+            "waiting": self.pool.waiting,
+            "engines": [engine.status() for engine in self.pool.engines],
+        }
+
+    def _engine_states(self) -> Iterator[EngineState]:
+        if not self._configured:
+            return
+        for engine in self.pool.engines:
+            yield EngineState(
+                name=engine.name,
+                role=engine.role,
+                up=engine.usable,
+                inflight=engine.inflight,
+                debts=engine.debts,
+                stranded=engine.stranded,
+            )
+
+
+def create_app(
+    settings: Settings | None = None,
+    *,
+    side_channel: SideChannel | None = None,
+    dial: Dial | None = None,
+    ssl_context: ssl.SSLContext | None = None,
+) -> ProxyApp:
+    """The proxy as an ASGI app for Hypercorn's trio worker.
+
+    Without `settings` they are read at startup from the environment and the file it names. `side_channel` and `dial`
+    replace how engines are asked and reached (tests); `ssl_context` is for https engines.
+    """
+    return ProxyApp(settings, side_channel=side_channel, dial=dial, ssl_context=ssl_context)

@@ -1,0 +1,164 @@
+"""One HTTP request, as Hypercorn hands it over: the relay paths served here, everything else by Quart.
+
+The relay does without Quart's request and response objects, and not only for speed: a Quart response sends its status
+before its body is asked for, and the exchange holds the status until the decode engine's first byte.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+import trio
+from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, HTTPScope
+from quart.asgi import ASGIHTTPConnection
+from quart_trio.asgi import TrioASGIHTTPConnection
+
+from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.plan import APIS, Api, read_plan
+from trio_pdproxy.core.report import Report
+from trio_pdproxy.exchange import run_exchange
+from trio_pdproxy.web import guard
+from trio_pdproxy.web.sink import AsgiSink, answer
+
+if TYPE_CHECKING:
+    from quart.wrappers import Request
+
+    from trio_pdproxy.web.app import ProxyApp
+
+log = logging.getLogger("trio_pdproxy.web")
+
+
+class _GoneError(Exception):
+    """The client left while its body was being read."""
+
+
+class ProxyConnection(TrioASGIHTTPConnection):
+    """See the module. Made by Quart for each request, with `app` and `scope`."""
+
+    app: ProxyApp
+
+    def __init__(self, app: ProxyApp, scope: HTTPScope) -> None:
+        super().__init__(app, scope)
+        self._finishing = False
+
+    async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        request_id = guard.client_request_id(self.scope["headers"]) or uuid4().hex
+        try:
+            guard.check(self.scope)
+        except ProxyError as error:
+            await answer(send, error, request_id)
+            return
+        api = APIS.get(self.scope["raw_path"].decode("ascii"))
+        if api is None:
+            await self._quart(receive, send)
+        else:
+            await self._relay(api, request_id, receive, send)
+
+    # -- the relay -------------------------------------------------------------------------------
+
+    async def _relay(self, api: Api, request_id: str, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        report = Report(request_id=request_id, route=api.path, stream=False, accepted=trio.current_time())
+        self.app.active += 1
+        try:
+            await self._exchange(api, report, receive, send)
+        finally:
+            self.app.active -= 1
+            self.app.observe(report)
+
+    async def _exchange(
+        self, api: Api, report: Report, receive: ASGIReceiveCallable, send: ASGISendCallable
+    ) -> None:
+        pool = self.app.usable_pool()
+        try:
+            if pool is None:
+                raise self.app.not_serving()
+            plan = read_plan(api, await self._read_body(receive), self.scope["headers"])
+        except ProxyError as error:
+            report.status, report.outcome = error.status, _outcome(error)
+            await answer(send, error, report.request_id)
+            return
+        except _GoneError:
+            report.outcome = "disconnect"
+            return
+        report.planned = trio.current_time()
+        sink = AsgiSink(send)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(_watch_client, receive, sink, nursery.cancel_scope)
+                await run_exchange(plan, pool, sink, report)
+                nursery.cancel_scope.cancel("the exchange is over")
+        except* Exception as group:
+            await self._failed(group, sink, send, report)
+
+    async def _failed(
+        self, group: ExceptionGroup[Exception], sink: AsgiSink, send: ASGISendCallable, report: Report
+    ) -> None:
+        """A fault of ours. It must not cross into Quart, which would drop what comes together with a cancellation."""
+        log.error("request %s failed in the proxy", report.request_id, exc_info=group)
+        report.outcome = "proxy_error"
+        if not sink.started:
+            report.status = 500
+            error = ProxyError("the proxy failed", status=500, fault=Fault.PROXY, code="internal_error")
+            await answer(send, error, report.request_id)
+
+    async def _read_body(self, receive: ASGIReceiveCallable) -> bytes:
+        """The whole body, within its limit and with a deadline for each piece."""
+        settings = self.app.settings
+        limit = settings.body_limit
+        if (guard.declared_length(self.scope["headers"]) or 0) > limit:
+            raise guard.too_large(limit)
+        pieces: list[bytes] = []
+        size = 0
+        while True:
+            event: Any = None
+            with trio.move_on_after(settings.upload_timeout):
+                event = await receive()
+            if event is None:
+                raise ProxyError(
+                    f"no byte of the body came for {settings.upload_timeout:g} s",
+                    status=408,
+                    fault=Fault.CLIENT,
+                    code="upload_timeout",
+                )
+            if event["type"] == "http.disconnect":
+                raise _GoneError
+            piece = event.get("body", b"")
+            size += len(piece)
+            if size > limit:
+                raise guard.too_large(limit)
+            pieces.append(piece)
+            if not event.get("more_body", False):
+                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+
+    # -- everything else -------------------------------------------------------------------------
+
+    async def _quart(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+        async def sending(event: ASGISendEvent) -> None:
+            if event["type"] == "http.response.body" and not event.get("more_body", False):
+                self._finishing = True
+            await send(event)
+
+        await super().__call__(receive, sending)
+
+    async def handle_messages(  # type: ignore[override]  # Quart-Trio's signature, not Quart's
+        self, nursery: trio.Nursery, request: Request, receive: ASGIReceiveCallable
+    ) -> None:
+        # Quart-Trio cancels as soon as the client is reported gone, and Hypercorn reports that from within the last
+        # send of a normal answer: the cancelled send then never arms the keep-alive timer (see AsgiSink).
+        await ASGIHTTPConnection.handle_messages(self, request, receive)
+        if not self._finishing:
+            nursery.cancel_scope.cancel("the client is gone")
+
+
+async def _watch_client(receive: ASGIReceiveCallable, sink: AsgiSink, scope: trio.CancelScope) -> None:
+    """Cancel `scope` when the client leaves; a report that comes with the response's own end is none."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    if not sink.finishing:
+        scope.cancel("the client is gone")
+
+
+def _outcome(error: ProxyError) -> str:
+    return "client_error" if error.fault is Fault.CLIENT else "proxy_error"

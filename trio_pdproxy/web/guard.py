@@ -1,0 +1,100 @@
+"""What is refused before anything is read or asked: pure decisions on a request's head.
+
+Decisions are made on the raw path as it came, never on one decoded or built from the Host header: what two parsers
+may read differently is not read at all.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+from hypercorn.typing import HTTPScope
+
+from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
+from trio_pdproxy.core.plan import APIS
+
+# path -> methods. HEAD comes with GET.
+ROUTES: dict[bytes, tuple[str, ...]] = {
+    **{path.encode(): ("POST",) for path in APIS},
+    b"/v1/models": ("GET", "HEAD"),
+    b"/health": ("GET", "HEAD"),
+    b"/ready": ("GET", "HEAD"),
+    b"/status": ("GET", "HEAD"),
+    b"/metrics": ("GET", "HEAD"),
+}
+
+_HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
+_REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
+
+Headers = Iterable[tuple[bytes, bytes]]
+
+
+def check(scope: HTTPScope) -> None:
+    """Raises `ProxyError` for a request that is not to be served, whoever sends it."""
+    headers = list(scope["headers"])
+    _check_framing(headers)
+    _check_host(headers, scope["http_version"])
+    path = scope["raw_path"]
+    if not path.startswith(b"/"):
+        # An absolute URI (a proxy's form) or an authority: the host in it is not to be believed.
+        raise bad_request("the request target must be a path", code="bad_target")
+    methods = ROUTES.get(path)
+    if methods is None:
+        raise ProxyError(
+            f"there is nothing at {path.decode('ascii', 'replace')[:200]}",
+            status=404,
+            fault=Fault.CLIENT,
+            code="not_found",
+        )
+    if scope["method"] not in methods:
+        raise MethodError(methods)
+
+
+class MethodError(ProxyError):
+    """405, with the methods that are allowed."""
+
+    def __init__(self, methods: tuple[str, ...]) -> None:
+        super().__init__(
+            f"use {' or '.join(methods)} here",
+            status=405,
+            fault=Fault.CLIENT,
+            code="method_not_allowed",
+        )
+        self.methods = methods
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        return [*super().headers(), (b"allow", ", ".join(self.methods).encode())]
+
+
+def _check_framing(headers: list[tuple[bytes, bytes]]) -> None:
+    names = [name for name, _ in headers]
+    if b"transfer-encoding" in names and b"content-length" in names:
+        # h11 takes both; who comes before us may have taken the other one (request smuggling).
+        raise bad_request("Content-Length together with Transfer-Encoding", code="bad_framing")
+
+
+def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
+    hosts = [value for name, value in headers if name == b"host"]
+    if len(hosts) > 1 or (version != "1.0" and not hosts) or any(h and not _HOST.fullmatch(h) for h in hosts):
+        raise bad_request("the Host header is missing or malformed", code="bad_host")
+
+
+def declared_length(headers: Headers) -> int | None:
+    """The body's length as declared; None where it comes in chunks. h11 has checked that it is a number."""
+    for name, value in headers:
+        if name == b"content-length":
+            return int(value)
+    return None
+
+
+def too_large(limit: int) -> ProxyError:
+    return ProxyError(f"the body is larger than {limit} bytes", status=413, fault=Fault.CLIENT, code="body_too_large")
+
+
+def client_request_id(headers: Headers) -> str | None:
+    """The client's own X-Request-Id, for the echo and the log; None where it has none, or one not fit for either."""
+    for name, value in headers:
+        if name == b"x-request-id" and _REQUEST_ID.fullmatch(value):
+            return value.decode("ascii")
+    return None

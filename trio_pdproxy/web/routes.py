@@ -1,0 +1,89 @@
+"""The ordinary routes: is it alive, is it ready, what does it see."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+import trio
+from quart import Blueprint, Response, current_app
+
+from trio_pdproxy.engines.wire import EngineError
+
+if TYPE_CHECKING:
+    from trio_pdproxy.engines.engine import Engine
+    from trio_pdproxy.web.app import ProxyApp
+
+routes = Blueprint("routes", __name__)
+
+
+def _app() -> ProxyApp:
+    return cast("ProxyApp", current_app._get_current_object())  # type: ignore[attr-defined]
+
+
+def _json(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status=status, content_type="application/json")
+
+
+@routes.get("/health")
+async def health() -> Response:
+    """200 while the process can serve; 503 once its core task died."""
+    app = _app()
+    if app.failure is not None:
+        return _json({"status": "failed", "why": app.failure}, 503)
+    return _json({"status": "ok"})
+
+
+@routes.get("/ready")
+async def ready() -> Response:
+    """200 with at least one usable pair, else 503 that names what is missing."""
+    missing = _app().missing()
+    return _json({"ready": not missing, "missing": missing}, 503 if missing else 200)
+
+
+@routes.get("/status")
+async def status() -> Response:
+    return _json(_app().status())
+
+
+@routes.get("/metrics")
+async def metrics() -> Response:
+    text, content_type = _app().metrics.render()
+    return Response(text, content_type=content_type)
+
+
+@routes.get("/v1/models")
+async def models() -> Response:
+    """The models of the live engines, each once."""
+    app = _app()
+    pool = app.usable_pool()
+    if pool is None:
+        error = app.not_serving()
+        return Response(error.body(), status=error.status, content_type="application/json")
+    found: dict[str, Any] = {}
+
+    async def ask(engine: Engine) -> None:
+        try:
+            response = await engine.call("GET", "/v1/models")
+            listed = msgspec.json.decode(response.content, type=_Models).data
+        except (EngineError, msgspec.DecodeError):
+            return  # the others answer; the monitor finds out about this one
+        for model in listed:
+            found.setdefault(model["id"], model)
+
+    async with trio.open_nursery() as nursery:
+        for engine in pool.decode:
+            if engine.usable:
+                nursery.start_soon(ask, engine)
+    if not found:
+        error = pool.unavailable(pair=False)
+        return Response(error.body(), status=error.status, headers=_text(error.headers()))
+    return _json({"object": "list", "data": [found[name] for name in sorted(found)]})
+
+
+class _Models(msgspec.Struct):
+    data: list[dict[str, Any]]
+
+
+def _text(headers: list[tuple[bytes, bytes]]) -> dict[str, str]:
+    return {name.decode(): value.decode() for name, value in headers}
