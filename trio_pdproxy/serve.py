@@ -7,8 +7,11 @@ says how. Its trio workers die at once on SIGTERM.
 from __future__ import annotations
 
 import logging
+import os
 import signal
 import socket
+import threading
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
@@ -20,13 +23,17 @@ from hypercorn.trio import serve as hypercorn_serve
 from hypercorn.trio.tcp_server import TCPServer
 
 from trio_pdproxy.config import Settings
-from trio_pdproxy.core.errors import leaves
+from trio_pdproxy.core.errors import only
 from trio_pdproxy.web.app import ProxyApp
 
 log = logging.getLogger("trio_pdproxy.serve")
 
 KEEP_ALIVE = 75.0
 """Seconds an idle client connection is kept: longer than the usual load balancer's minute."""
+
+
+LAST_WORDS = 1.0
+"""Seconds for the orderly end of everything after the second signal."""
 
 
 class ServerError(Exception):
@@ -101,7 +108,9 @@ async def serve(
             shutdown_trigger=until_stopped,
             task_status=task_status,
         )
-    except OSError as error:
+    except BaseExceptionGroup as group:
+        if (error := only(group, OSError)) is None:
+            raise
         raise ServerError(f"cannot listen on {settings.bind}: {error.strerror or error}") from error
     if app.failure is not None:
         raise ServerError(app.failure)
@@ -119,10 +128,9 @@ async def serving(app: ProxyApp, settings: Settings) -> AsyncIterator[str]:
             finally:
                 stop.set()
     except BaseExceptionGroup as group:
-        failed, others = group.split(ServerError)
-        if failed is None or others is not None:
+        if (error := only(group, ServerError)) is None:
             raise
-        raise leaves(failed)[0] from None
+        raise error from None
 
 
 async def run(app: ProxyApp, settings: Settings, announce: Callable[[str], None]) -> int:
@@ -130,31 +138,46 @@ async def run(app: ProxyApp, settings: Settings, announce: Callable[[str], None]
     and the second signal's number. `announce` is told the URL once it listens. Raises `ServerError`."""
     stop = trio.Event()
     killed_by = 0
-    with trio.CancelScope() as scope:
+
+    async def until_signals(scope: trio.CancelScope) -> None:
+        nonlocal killed_by
+        killed_by = await _second_signal(stop)
+        log.warning("stopped by a second signal: what is still running ends now")
+        app.pool.abandon()
+        scope.cancel("second signal")
+        # Hypercorn shields its sends; one to a client that has stopped reading would keep us here.
+        threading.Thread(target=_exit_soon, args=(128 + killed_by,), daemon=True).start()
+
+    try:
         async with trio.open_nursery() as nursery:
-
-            async def signals() -> None:
-                nonlocal killed_by
-                killed_by = await stop_on_signals(stop, scope)
-
-            nursery.start_soon(signals)
-            (url,) = await nursery.start(partial(serve, app, settings, stop=stop))
-            announce(str(url))
+            nursery.start_soon(until_signals, nursery.cancel_scope)
+            async with trio.open_nursery() as serving_nursery:
+                (url,) = await serving_nursery.start(partial(serve, app, settings, stop=stop))
+                announce(str(url))
+            nursery.cancel_scope.cancel("served")
+    except BaseExceptionGroup as group:
+        if (error := only(group, ServerError)) is None:
+            raise
+        raise error from None
     return 128 + killed_by if killed_by else 0
+
+
+async def _second_signal(stop: trio.Event) -> int:
+    """Set `stop` at the first SIGINT or SIGTERM; returns the number of the second."""
+    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+        async for number in signals:
+            if stop.is_set():
+                return int(number)
+            log.info("stopping: running requests may finish; a second signal ends them")
+            stop.set()
+    raise AssertionError("a signal receiver does not end")
+
+
+def _exit_soon(code: int) -> None:
+    time.sleep(LAST_WORDS)
+    os._exit(code)
 
 
 async def _cancel_after(event: trio.Event, scope: trio.CancelScope) -> None:
     await event.wait()
     scope.cancel("the core task died")
-
-
-async def stop_on_signals(stop: trio.Event, scope: trio.CancelScope) -> int:
-    """First SIGINT or SIGTERM: `stop` is set. Second: `scope` is cancelled, and its number is returned."""
-    with trio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
-        async for number in signals:
-            if stop.is_set():
-                scope.cancel("second signal")
-                return int(number)
-            log.info("stopping: running requests may finish; a second signal ends them")
-            stop.set()
-    raise AssertionError("unreachable")

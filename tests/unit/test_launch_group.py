@@ -104,6 +104,32 @@ async def test_a_grandchild_that_outlives_its_leader_is_killed(tmp_path: Path) -
     assert says(log, "grandchild")
 
 
+HEADLESS = """
+import ctypes, platform, threading, time
+threading.Thread(target=time.sleep, args=(60,)).start()
+print("up", flush=True)
+# exit(2) ends this thread alone, the main one: /proc then shows a zombie that still runs.
+ctypes.CDLL(None).syscall({"x86_64": 60, "aarch64": 93}[platform.machine()], 0)
+"""
+
+
+async def test_a_zombie_whose_threads_still_run_counts_as_alive(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+
+    def main_threads_are_over() -> bool:
+        stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] for pid in living()]
+        return "Z" in stats
+
+    def living() -> list[int]:
+        return group_members(group.pid)
+
+    async with open_group([sys.executable, "-c", HEADLESS], env=ENV, log_path=log, grace=0.1) as group:
+        await until(lambda: says(log, "up"))
+        await until(main_threads_are_over)
+        assert len(living()) == 2
+    assert living() == []
+
+
 async def test_sigterm_lets_the_command_end_in_its_own_way(tmp_path: Path) -> None:
     log = tmp_path / "log"
     polite = "trap 'echo bye; exit 7' TERM; echo up; while :; do sleep 0.02; done"

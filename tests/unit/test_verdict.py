@@ -10,7 +10,8 @@ from trio_pdproxy.core.verdict import Debt, Decode, Facts, Instead, Prefill, Ste
 
 EVERYTHING = [
     Facts(prefill, decode, rescued, lapsed, several)
-    for prefill, decode, rescued, lapsed, several in product(Prefill, Decode, *[(False, True)] * 3)
+    for prefill, decode in product(Prefill, Decode)
+    for rescued, lapsed, several in product((False, True), repeat=3)
 ]
 ALL = {facts: decide(facts) for facts in EVERYTHING}
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from trio_pdproxy.config import EngineSpec, Settings
 from trio_pdproxy.core import sse
-from trio_pdproxy.core.errors import leaves
+from trio_pdproxy.core.errors import only
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.web.app import ProxyApp, create_app
@@ -53,16 +53,16 @@ def demo(engines: str, bind: str, once: bool) -> None:
     from trio_pdproxy.launch.errors import LaunchError
     from trio_pdproxy.serve import ServerError
 
-    failure: Exception | None = None
     try:
         trio.run(_demo, engines, bind, once, Console(highlight=False))
-    except* (DemoError, ServerError, LaunchError) as group:
-        failure = leaves(group)[0]
-    except* KeyboardInterrupt:
-        pass
-    if failure is not None:
-        click.echo(f"trio-pdproxy demo: {failure}", err=True)
-        sys.exit(1)
+    except BaseExceptionGroup as group:
+        if only(group, KeyboardInterrupt) is not None:
+            sys.exit(130)
+        for kind in (DemoError, ServerError, LaunchError):
+            if (error := only(group, kind)) is not None:
+                click.echo(f"trio-pdproxy demo: {error}", err=True)
+                sys.exit(1)
+        raise
 
 
 async def _demo(engines: str, bind: str, once: bool, console: Console) -> None:

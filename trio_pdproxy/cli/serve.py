@@ -9,7 +9,6 @@ import trio
 
 from trio_pdproxy.cli.options import settings_from, settings_options
 from trio_pdproxy.config import Settings
-from trio_pdproxy.core.errors import leaves
 
 
 @click.command()
@@ -36,6 +35,6 @@ async def _serve(settings: Settings) -> int:
             settings,
             lambda url: click.echo(f"trio-pdproxy listens on {url} (/ready says when engines are usable)", err=True),
         )
-    except* ServerError as group:
-        click.echo(f"trio-pdproxy serve: {leaves(group)[0]}", err=True)
-    return 1
+    except ServerError as error:
+        click.echo(f"trio-pdproxy serve: {error}", err=True)
+        return 1

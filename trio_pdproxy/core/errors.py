@@ -74,9 +74,19 @@ def bad_request(message: str, *, param: str | None = None, code: str = "invalid_
     return ProxyError(message, status=400, fault=Fault.CLIENT, code=code, param=param)
 
 
-def leaves(group: BaseExceptionGroup[E]) -> list[E]:
-    """The errors in a group, however deep. Their order is the order in which tasks ended: it means nothing."""
-    found: list[E] = []
+def only(group: BaseExceptionGroup[BaseException], kind: type[E]) -> E | None:
+    """The error to show where a group holds nothing but errors of `kind`; None where it must be passed on as it is.
+
+    Of several it is the first by text: the order in a group is that in which tasks ended, and means nothing.
+    """
+    found, others = group.split(kind)
+    if found is None or others is not None:
+        return None
+    return min(_leaves(found), key=str)
+
+
+def _leaves(group: BaseExceptionGroup[E]) -> list[E]:
+    leaves: list[E] = []
     for error in group.exceptions:
-        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
+        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return leaves

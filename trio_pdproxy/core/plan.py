@@ -102,9 +102,10 @@ APIS = {
 
 # What a client may not bring. `kv_transfer_params` steers the KV connector: one wrong member kills a decode
 # engine, a `remote_host` of the client's sends it anywhere. `request_id` names the transfer: two live requests of
-# one name get each other's KV. `vllm_xargs` is a second door to the first (its members become the engine's extra
-# arguments, `kv_transfer_params` among them).
-_FORBIDDEN = ("kv_transfer_params", "request_id")
+# one name get each other's KV. `vllm_xargs` is a second door to the first two: its members become the engine's extra
+# arguments, these among them, and `{"kv_transfer_params": 0}` there ends a decode engine that is asked alone.
+_STEERING = ("kv_transfer_params", "ec_transfer_params")
+_FORBIDDEN = (*_STEERING, "request_id")
 _XARGS = "vllm_xargs"
 
 _KIND_NAMES = {
@@ -240,10 +241,10 @@ def _clean_xargs(members: Members) -> tuple[str, ...]:
         xargs = msgspec.json.decode(raw, type=Members)
     except msgspec.DecodeError:
         raise bad_request("the body is not valid JSON", param=_XARGS, code="invalid_json") from None
-    if xargs.pop("kv_transfer_params", None) is None:
-        return ()
-    members[_XARGS] = msgspec.Raw(msgspec.json.encode(xargs))
-    return (f"{_XARGS}.kv_transfer_params",)
+    dropped = tuple(f"{_XARGS}.{name}" for name in _STEERING if xargs.pop(name, None) is not None)
+    if dropped:
+        members[_XARGS] = msgspec.Raw(msgspec.json.encode(xargs))
+    return dropped
 
 
 def _kind(raw: msgspec.Raw) -> str:

@@ -65,6 +65,7 @@ class Pool:
         self.decode = [Engine("decode", spec, settings, ssl_context=ssl_context, dial=dial) for spec in settings.decode]
         self._side_channel = side_channel or ZmqSideChannel(settings.health_timeout)
         self._waiters: dict[_Waiter, None] = {}  # in order of arrival
+        self._backs: set[trio.CancelScope] = set()
         self._turns = {True: 0, False: 0}  # pairs and single engines take turns each for themselves
 
     # -- life ------------------------------------------------------------------------------------
@@ -137,6 +138,21 @@ class Pool:
             yield
         finally:
             self.give_back(engine)
+
+    @contextmanager
+    def shielded(self) -> Iterator[None]:
+        """For what pays a debt: shielded from whoever leaves, ended by `abandon` alone. Bring deadlines of your own."""
+        with trio.CancelScope(shield=True) as scope:
+            self._backs.add(scope)
+            try:
+                yield
+            finally:
+                self._backs.discard(scope)
+
+    def abandon(self) -> None:
+        """End what is shielded: the process has to go now, and what is owed stays owed."""
+        for scope in self._backs:
+            scope.cancel("the process ends")
 
     def give_back(self, engine: Engine) -> None:
         engine.inflight -= 1

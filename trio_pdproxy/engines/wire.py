@@ -125,7 +125,7 @@ class Connection:
             return
         self._header_count += 1
         if self._head is None:  # else it is a trailer: no header of the answer
-            self._headers.append((name.lower(), value))
+            self._headers.append((name.lower(), value.rstrip(b" \t")))  # llhttp strips the front only
 
     def on_headers_complete(self) -> None:
         if self._complete:
@@ -243,12 +243,10 @@ class Connection:
         self._complete = True  # neither length nor chunks: the end of the stream is the end of the body
 
     def _bound(self, size: int, *, progress: bool) -> None:
+        if self._header_count > HEADER_LIMIT or self._informational > INFORMATIONAL_LIMIT:
+            self._refuse("more headers than any engine sends")
         if self._head is None:
-            if (
-                self._received > HEAD_LIMIT
-                or self._header_count > HEADER_LIMIT
-                or self._informational > INFORMATIONAL_LIMIT
-            ):
+            if self._received > HEAD_LIMIT:
                 self._refuse("a head beyond all bounds")
         elif progress:
             self._silent = 0
@@ -256,8 +254,6 @@ class Connection:
             self._silent += size
             if self._silent > SILENT_LIMIT:
                 self._refuse("framing without end")
-        if self._head is not None and self._header_count > HEADER_LIMIT:
-            self._refuse("more headers than any engine sends")
 
     def _refuse(self, why: str) -> None:
         self.spoiled = True
@@ -283,16 +279,14 @@ class Connection:
     def stale(self) -> bool:
         """Whether the engine has closed (or spoken out of turn on) this idle connection."""
         try:
-            return self._socket is not None and self._socket.is_readable()
+            return self.closed or (self._socket is not None and self._socket.is_readable())
         except OSError:
             return True
 
     async def close(self) -> None:
         """Close at once, also under cancellation; never raises, never waits for the engine."""
         self.closed = True
-        with trio.CancelScope(
-            shield=True
-        ):  # waits for nothing; without it the caller's cancellation would be raised here
+        with trio.CancelScope(shield=True):  # it waits for nothing; the caller's cancellation is not its to raise
             await trio.aclose_forcefully(self._stream)
 
 

@@ -383,7 +383,7 @@ class Dispatch:
     async def _carry(self, connection: Connection, rest: memoryview, request: memoryview) -> None:
         """The prefill leg from its first send to its end, rescue included."""
         try:
-            with trio.CancelScope(shield=True):  # whoever leaves: see the module
+            with self._pool.shielded():  # whoever leaves: see the module
                 bound = self._settings.prefill_timeout + self._settings.settle_timeout
                 await self._bounded(bound, connection, rest, request)
                 await self._pay()
@@ -394,7 +394,7 @@ class Dispatch:
         """The back once more: the lease may have ended before the decode engine asked for its KV."""
         assert self.prefill is not None
         try:
-            with trio.CancelScope(shield=True), self._pool.place(self.prefill):
+            with self._pool.shielded(), self._pool.place(self.prefill):
                 self._prefill_deadline = trio.current_time() + self._settings.prefill_timeout
                 await self._rescue("lapsed")
                 if self._prefill is not Prefill.OK:

@@ -61,9 +61,6 @@ async def run_exchange(
     try:
         async with trio.open_nursery() as legs:
             await _Exchange(plan, pool, sink, report, new_id).serve(legs)
-    except trio.Cancelled:
-        report.outcome = "disconnect"
-        raise
     finally:
         report.ended = trio.current_time()
     return report
@@ -86,6 +83,9 @@ class _Exchange:
             await self._try_pairs(legs)
         except ProxyError as error:
             await self._answer_error(error)
+        except trio.Cancelled:
+            self.report.outcome = "disconnect"
+            raise
         finally:
             self.report.last_byte = trio.current_time()
 

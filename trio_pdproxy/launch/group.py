@@ -127,19 +127,19 @@ async def open_group(
 
 def group_members(pgid: int) -> list[int]:
     """The living processes of a group. Zombies hold nothing and are not counted: a container without an
-    init process never reaps them.
+    init process never reaps them. But one whose other threads are still ending is alive: its ports are.
     """
     members = []
     for entry in os.listdir("/proc"):
         if not entry.isdigit():
             continue
         try:
-            stat = Path("/proc", entry, "stat").read_bytes()
+            # pid (command, which may hold anything) state ppid pgrp ...
+            state, _, group = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[:3]
+            dead = state in (b"Z", b"X") and len(os.listdir(f"/proc/{entry}/task")) <= 1
         except OSError:
             continue
-        # pid (command, which may hold anything) state ppid pgrp ...
-        state, _, group = stat.rpartition(b")")[2].split()[:3]
-        if int(group) == pgid and state not in (b"Z", b"X"):
+        if int(group) == pgid and not dead:
             members.append(int(entry))
     return members
 

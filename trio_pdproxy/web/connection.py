@@ -67,9 +67,7 @@ class ProxyConnection(TrioASGIHTTPConnection):
             self.app.active -= 1
             self.app.observe(report)
 
-    async def _exchange(
-        self, api: Api, report: Report, receive: ASGIReceiveCallable, send: ASGISendCallable
-    ) -> None:
+    async def _exchange(self, api: Api, report: Report, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
         pool = self.app.usable_pool()
         try:
             if pool is None:
