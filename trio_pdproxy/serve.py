@@ -19,6 +19,7 @@ from functools import partial
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config, Sockets
+from hypercorn.events import Closed, Event, RawData
 from hypercorn.trio import serve as hypercorn_serve
 from hypercorn.trio.tcp_server import TCPServer
 
@@ -73,6 +74,26 @@ class ContainedServer(TCPServer):
     Hypercorn lets an exception of one connection end the whole server; a websocket upgrade with trailing bytes is
     enough (https://github.com/pgjones/hypercorn/issues/225).
     """
+
+    config: ServerConfig
+
+    async def protocol_send(self, event: Event) -> None:
+        """Hypercorn's, but for the bound: it shields the send (rightly: half of one would break the framing) from
+        every cancellation, so that a client that has stopped reading would hold the connection for good."""
+        if not isinstance(event, RawData):
+            await super().protocol_send(event)
+            return
+        async with self.send_lock:
+            try:
+                with trio.fail_after(self.config.write_timeout, shield=True):
+                    await self.stream.send_all(event.data)
+                return
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            except trio.TooSlowError:
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(self.stream)
+            await self.protocol.handle(Closed())
 
     async def run(self) -> None:
         try:

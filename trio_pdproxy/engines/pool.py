@@ -11,6 +11,7 @@ import logging
 import ssl
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from typing import Protocol
 
 import trio
 
@@ -47,6 +48,15 @@ class _Waiter:
         self.refused = False
 
 
+class Front(Protocol):
+    """Who streams to a client, as the pool's watchdog sees it."""
+
+    blocked_since: float | None
+    """When the write began that the client has not taken yet; None between writes."""
+
+    async def leave(self, why: str) -> None: ...
+
+
 class Pool:
     """See the module. `run` must be running (in a nursery that waits for it) while it is used."""
 
@@ -66,6 +76,7 @@ class Pool:
         self._side_channel = side_channel or ZmqSideChannel(settings.health_timeout)
         self._waiters: dict[_Waiter, None] = {}  # in order of arrival
         self._backs: set[trio.CancelScope] = set()
+        self._fronts: set[Front] = set()
         self._turns = {True: 0, False: 0}  # pairs and single engines take turns each for themselves
 
     # -- life ------------------------------------------------------------------------------------
@@ -78,6 +89,7 @@ class Pool:
                     for engine in self.engines:
                         first.start_soon(nursery.start, watch, engine, self._side_channel, self.settings, self.changed)
                 task_status.started()
+                nursery.start_soon(self._watch_fronts)
         finally:
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
                 for engine in self.engines:
@@ -138,6 +150,27 @@ class Pool:
             yield
         finally:
             self.give_back(engine)
+
+    @contextmanager
+    def streaming(self, front: Front) -> Iterator[None]:
+        """While `front` relays a stream: a client that stops reading must not hold two engines' places.
+
+        A write that is not taken within `write_timeout` cannot always be cancelled (Hypercorn shields its own), so
+        its engines are freed from here, by `front.leave`, while it still stands.
+        """
+        self._fronts.add(front)
+        try:
+            yield
+        finally:
+            self._fronts.discard(front)
+
+    async def _watch_fronts(self) -> None:
+        while True:
+            await trio.sleep(min(1.0, self.settings.write_timeout / 4))
+            overdue = trio.current_time() - self.settings.write_timeout
+            for front in list(self._fronts):
+                if front.blocked_since is not None and front.blocked_since < overdue:
+                    await front.leave("write_timeout")
 
     @contextmanager
     def shielded(self) -> Iterator[None]:

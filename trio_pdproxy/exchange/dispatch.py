@@ -72,6 +72,8 @@ class Dispatch:
         )
         self.decode_leg: DecodeLeg | None = None
         self.prefill_answer: Answer | None = None
+        self.blocked_since: float | None = None
+        """When the relay's present write to the client began."""
         self._pool = pool
         self._settings = pool.settings
         self._request_deadline = request_deadline
@@ -301,6 +303,10 @@ class Dispatch:
             while self._prefill is Prefill.PENDING:
                 await self._moved.wait()
         return self.verdict
+
+    @property
+    def left(self) -> bool:
+        return self._left
 
     def end_stream(self, *, complete: bool, reason: str | None = None) -> None:
         """The relayed stream has ended: properly, or not."""

@@ -104,6 +104,11 @@ class _Exchange:
                 await dispatch.open(legs)
                 verdict = await dispatch.wait(legs)
                 settled_as = _settled_as(verdict, dispatch)
+                if verdict.step is Step.RELAY:
+                    await self._relay(dispatch)
+                    return
+                # Its engines are let go before the client is told: however slowly that reads, it holds none of them.
+                await dispatch.leave(settled_as)
                 if verdict.step is not Step.ANOTHER_PAIR:
                     await self._conclude(dispatch, verdict)
                     return
@@ -130,8 +135,6 @@ class _Exchange:
 
     async def _conclude(self, dispatch: Dispatch, verdict: Verdict) -> None:
         match verdict.step:
-            case Step.RELAY:
-                await self._relay(dispatch)
             case Step.END:
                 await self._answer_whole(dispatch)
             case Step.DECODE_ANSWER:
@@ -154,10 +157,13 @@ class _Exchange:
         await self._start(leg.head.status, leg.passed_headers)
         block, leg.opening = leg.opening, b""
         broken: str | None = None
-        with trio.CancelScope() as scope:
+        with self.pool.streaming(dispatch), trio.CancelScope() as scope:
             while block:
-                scope.deadline = trio.current_time() + settings.write_timeout
+                now = trio.current_time()
+                dispatch.blocked_since = now
+                scope.deadline = now + settings.write_timeout
                 await self._write(block)
+                dispatch.blocked_since = None
                 scope.deadline = min(trio.current_time() + settings.idle_timeout, self.deadline)
                 try:
                     block = await leg.more()
@@ -165,6 +171,9 @@ class _Exchange:
                     broken = str(error)
                     break
             scope.deadline = inf
+        if dispatch.left or dispatch.blocked_since is not None:
+            self._client_stopped_reading(dispatch)
+            return
         if scope.cancelled_caught:
             broken = "the stream stood still for too long" if trio.current_time() < self.deadline else "out of time"
         if broken is None:
@@ -183,6 +192,11 @@ class _Exchange:
         )
         with trio.move_on_after(settings.write_timeout):
             await self._write(cut.event())
+
+    def _client_stopped_reading(self, dispatch: Dispatch) -> None:
+        """Nothing can be told to it any more; not finishing the response is what it will find."""
+        dispatch.end_stream(complete=False, reason="the client stopped reading")
+        self.report.outcome = "disconnect"
 
     async def _answer_whole(self, dispatch: Dispatch) -> None:
         leg = dispatch.decode_leg

@@ -111,7 +111,7 @@ class Rig:
 
 def spec_of(engine: SimEngine, **more: Any) -> EngineSpec:
     """How the proxy is told of a simulated engine."""
-    return EngineSpec(url=engine.url, side_channel=engine.side_channel, name=engine.name, **more)
+    return EngineSpec(**({"url": engine.url, "side_channel": engine.side_channel, "name": engine.name} | more))
 
 
 @asynccontextmanager
@@ -119,23 +119,41 @@ async def open_rig(
     prefill: int = 1, decode: int = 1, *, sim: SimSettings | None = None, ready: bool = True, **settings: Any
 ) -> AsyncIterator[Rig]:
     """Engines, proxy and client on free ports of 127.0.0.1, ready (unless told not to wait), until the block ends."""
-    async with open_cluster(prefill=prefill, decode=decode, settings=sim or SimSettings()) as cluster:
-        configured = Settings(
-            prefill=[spec_of(e) for e in cluster.prefill],
-            decode=[spec_of(e) for e in cluster.decode],
-            bind="127.0.0.1:0",
-            **settings,
-        )
-        app = create_app(configured)
-        async with serving(app, configured) as url, open_client(url, timeout=30) as client:
-            if ready:
-                await until_ready(app)
-            yield Rig(cluster, app, url, client)
+    async with (
+        open_cluster(prefill=prefill, decode=decode, settings=sim or SimSettings()) as cluster,
+        open_rig_on(cluster, ready=ready, **settings) as rig,
+    ):
+        yield rig
+
+
+@asynccontextmanager
+async def open_rig_on(
+    cluster: Cluster,
+    *,
+    prefill: int | None = None,
+    prefill_spec: dict[str, Any] | None = None,
+    ready: bool = True,
+    **settings: Any,
+) -> AsyncIterator[Rig]:
+    """Proxy and client in front of a cluster (of its first `prefill` prefill engines), each of those described with
+    `prefill_spec` on top of what is true."""
+    configured = Settings(
+        prefill=[spec_of(e, **(prefill_spec or {})) for e in cluster.prefill[:prefill]],
+        decode=[spec_of(e) for e in cluster.decode],
+        bind="127.0.0.1:0",
+        **settings,
+    )
+    app = create_app(configured)
+    async with serving(app, configured) as url, open_client(url, timeout=30) as client:
+        if ready:
+            await until_ready(app)
+        yield Rig(cluster, app, url, client)
 
 
 async def until_ready(app: ProxyApp, seconds: float = 10.0) -> None:
+    """Wait until every engine is usable (the app itself is ready with the first pair). Fails after `seconds`."""
     with trio.move_on_after(seconds):
-        while app.missing():
+        while app.missing() or not all(engine.usable for engine in app.pool.engines):
             await trio.sleep(0.005)
         return
     raise AssertionError(f"not ready: {app.missing()}")

@@ -14,6 +14,7 @@ import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, LifespanScope
 
 from trio_pdproxy.config import ConfigError
+from trio_pdproxy.core.errors import only
 
 if TYPE_CHECKING:
     from trio_pdproxy.web.app import ProxyApp
@@ -46,7 +47,7 @@ class Lifespan:
                 nursery.cancel_scope.cancel("shutdown")
         except* Exception as group:
             log.critical("the proxy's core task died", exc_info=group)
-            self.app.core_failed(str(group.exceptions[0]))
+            self.app.core_failed(str(only(group, Exception)))
         if not started:
             await send({"type": "lifespan.startup.failed", "message": self.app.failure or "startup failed"})
             return
