@@ -102,7 +102,7 @@ class ContainedServer(TCPServer):
             log.warning("a client connection failed: %s", group.exceptions[0], exc_info=group)
 
 
-async def serve(
+async def serve(  # noqa: ASYNC128  Hypercorn is handed the status
     app: ProxyApp,
     settings: Settings,
     *,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import signal
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -69,6 +70,12 @@ class VllmPair:
         """SIGKILL everything of one engine. It stays down until `restart`."""
         trio.from_thread.run_sync(self._set.kill, engine.name, trio_token=self._token)
 
+    def signal(self, engine: Engine, number: signal.Signals) -> None:
+        """Send a signal to everything of one engine: SIGSTOP and SIGCONT make it stand still for a while."""
+        running = next(running for running in self._set.all if running.name == engine.name)
+        assert running.process.group is not None
+        trio.from_thread.run_sync(running.process.group.signal, number, trio_token=self._token)
+
     def restart(self, engine: Engine) -> None:
         """Kill it if it runs; return when it is ready again, on the same ports, with a new engine id."""
 
@@ -91,6 +98,13 @@ class VllmPair:
                 await hand.pair(self._set.prefill[0].url, self._set.decode[0].url, p, "warm up " * 8)
             self._news.put(None)
             await self._over.wait()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What ends an engine comes last, whatever order the rest was shuffled into: it starts the engines anew, and a
+    test that fails half-way leaves none to the others."""
+    items.sort(key=lambda item: item.get_closest_marker("kills") is not None)
 
 
 def _view(running: RunningEngine) -> Engine:

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import httpx
 import pytest
 import trio
 
-from trio_pdproxy.config import Settings
 from trio_pdproxy.engines.transport import open_client
-from trio_pdproxy.serve import serving
-from trio_pdproxy.testing import Streamed, requested
-from trio_pdproxy.web.app import ProxyApp, create_app
+from trio_pdproxy.testing import Streamed, requested, until
 
 from .hand import MODEL
+from .harness import CHAT, COMPLETIONS, ask_single, body_of, over, proxy, quiet, text_of
 from .metrics import EngineMetrics, read_metrics, wait_for
 
 if TYPE_CHECKING:
@@ -24,41 +20,7 @@ if TYPE_CHECKING:
 
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 
-COMPLETIONS = "/v1/completions"
-CHAT = "/v1/chat/completions"
 REQUESTS = 30
-TOKENS = 12
-
-
-@asynccontextmanager
-async def proxy(pair: VllmPair, **settings: Any) -> AsyncIterator[tuple[ProxyApp, httpx.AsyncClient]]:
-    """A ready proxy in front of the pair, and a client of it."""
-    p, d = pair.prefill, pair.decode
-    configured = Settings(
-        prefill=[f"{p.url};side_channel={p.side_channel};lease={pair.lease}"],
-        decode=[f"{d.url};side_channel={d.side_channel}"],
-        bind="127.0.0.1:0",
-        **settings,
-    )
-    app = create_app(configured)
-    async with serving(app, configured) as url, open_client(url, timeout=120) as client:
-        with trio.fail_after(60):
-            while app.missing():
-                await trio.sleep(0.05)
-        yield app, client
-
-
-def body_of(path: str, prompt: str | list[str], **more: Any) -> dict[str, Any]:
-    body: dict[str, Any] = {"model": MODEL, "temperature": 0, "max_tokens": TOKENS, **more}
-    body |= {"messages": [{"role": "user", "content": prompt}]} if path == CHAT else {"prompt": prompt}
-    return body
-
-
-def text_of(answer: dict[str, Any]) -> str:
-    choice = answer["choices"][0]
-    text = choice["text"] if "text" in choice else choice["message"]["content"]
-    assert isinstance(text, str)
-    return text
 
 
 async def ask(client: httpx.AsyncClient, path: str, prompt: str, *, stream: bool) -> str:
@@ -69,20 +31,6 @@ async def ask(client: httpx.AsyncClient, path: str, prompt: str, *, stream: bool
         return text_of(response.json())
     assert response.content.endswith(b"data: [DONE]\n\n")
     return Streamed(response.status_code, dict(response.headers), response.content, complete=True).text
-
-
-async def over(app: ProxyApp) -> None:
-    """Wait until nothing of any request is left in the proxy. It is a moment after the client has its answer."""
-    with trio.fail_after(30):
-        while app.active:
-            await trio.sleep(0.01)
-
-
-async def quiet(pair: VllmPair) -> tuple[EngineMetrics, EngineMetrics]:
-    """Both engines back to nothing held: decode within seconds, prefill within its lease (the proxy's probe)."""
-    d = await wait_for(pair.decode.url, lambda now: now.idle, seconds=5)
-    p = await wait_for(pair.prefill.url, lambda now: now.idle, seconds=pair.lease + 10)
-    return p, d
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
@@ -129,11 +77,6 @@ async def test_thirty_prompts_at_once_get_the_text_of_one_engine_by_transfer(
             f"transfer +{external:g}, computed by decode +{computed:g}; kv use back to 0 on both; "
             f"decode-start gap median {1000 * gaps[len(gaps) // 2]:.3f} ms, largest {1000 * gaps[-1]:.3f} ms"
         )
-
-
-async def ask_single(client: httpx.AsyncClient, path: str, prompt: str) -> str:
-    response = await client.post(path, json=body_of(path, prompt))
-    return text_of(response.json())
 
 
 async def test_clients_that_leave_before_the_first_byte_leave_no_block_behind(vllm_pair: VllmPair) -> None:
@@ -227,9 +170,7 @@ async def test_a_restarted_prefill_engine_is_learned_again(vllm_pair: VllmPair) 
     async with proxy(vllm_pair, health_interval=1, health_timeout=1) as (app, client):
         old = app.pool.prefill[0].coordinates
         await trio.to_thread.run_sync(vllm_pair.restart, vllm_pair.prefill)
-        with trio.fail_after(60):
-            while app.missing() or app.pool.prefill[0].coordinates == old:
-                await trio.sleep(0.1)
+        await until(lambda: not (app.missing() or app.pool.prefill[0].coordinates == old), 60)
         with trio.fail_after(60):
             text = await ask(client, COMPLETIONS, "after the restart", stream=False)
         async with open_client(vllm_pair.prefill.url, timeout=60) as single:

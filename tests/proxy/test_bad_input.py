@@ -8,7 +8,7 @@ import msgspec
 import pytest
 import trio
 
-from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing import Rig, open_rig, until
 
 GOOD = b'{"model": "sim", "prompt": "x"}'
 JSON = {"content-type": "application/json"}
@@ -180,9 +180,7 @@ async def test_a_client_that_leaves_while_uploading_costs_nothing() -> None:
         host, port = rig.url.removeprefix("http://").split(":")
         async with await trio.open_tcp_stream(host, int(port)) as stream:
             await stream.send_all(UPLOAD)
-            with trio.fail_after(1):
-                while not rig.app.active:
-                    await trio.sleep(0.001)
+            await until(lambda: rig.app.active, 1)
         await rig.quiet()
         assert rig.report.outcome == "disconnect"
         assert rig.d.requests == []

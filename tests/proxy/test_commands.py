@@ -17,6 +17,7 @@ import trio
 
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.sim import Cluster, SimSettings, expected_text, open_cluster
+from trio_pdproxy.testing import until
 
 COMMAND = [sys.executable, "-m", "trio_pdproxy"]
 HYPERCORN = [sys.executable, "-m", "hypercorn", "trio_pdproxy:app", "--worker-class", "trio"]
@@ -97,9 +98,7 @@ async def test_serve_finishes_running_requests_on_the_first_signal_and_exits_0()
 
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(ask, f"http://{bind}", answers)
-                    with trio.fail_after(5):
-                        while not cluster.prefill[0].running:
-                            await trio.sleep(0.005)
+                    await until(lambda: cluster.prefill[0].running)
                     process.send_signal(number)
                 assert answers[0][0] == 200
                 with trio.fail_after(5):
@@ -115,9 +114,7 @@ async def test_serve_ends_at_once_on_the_second_signal() -> None:
             await until_ready(f"http://{bind}")
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(swallow, f"http://{bind}")
-                with trio.fail_after(5):
-                    while not cluster.prefill[0].running:
-                        await trio.sleep(0.005)
+                await until(lambda: cluster.prefill[0].running)
                 process.send_signal(signal.SIGTERM)
                 await trio.sleep(0.2)
                 assert process.poll() is None

@@ -10,7 +10,7 @@ from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.verdict import Debt
 from trio_pdproxy.sim import Fault, SimSettings
 from trio_pdproxy.sim.faults import What
-from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing import Rig, open_rig, until
 
 REFUSAL = b'{"error": {"message": "no"}}'
 
@@ -38,9 +38,7 @@ async def test_a_client_that_leaves_before_the_kv_leaves_no_block_behind() -> No
         for stream in (True, False):
             pushes = rig.p.pushes
             await leave_early(rig, 0.05, stream=stream)
-            with trio.fail_after(0.1):
-                while rig.d.requests[-1].how == "running":
-                    await trio.sleep(0.001)  # decode's leg ends with the client
+            await until(lambda: rig.d.requests[-1].how != "running", 0.1)  # decode's leg ends with the client
             assert rig.d.blocks_held > 0  # and it still holds what only the push frees
             assert rig.app.pool.decode[0].debts == 1
             report = await ended(rig)
@@ -218,9 +216,7 @@ async def test_a_restarted_prefill_engine_is_learned_again() -> None:
         await rig.p.restart()
         first = await rig.post(prompt="b")
         assert first.status_code in (200, 502)  # the first one meets the old coordinates
-        with trio.fail_after(5):
-            while rig.app.missing():
-                await trio.sleep(0.01)
+        await until(lambda: not rig.app.missing())
         assert (await rig.post(prompt="c")).status_code == 200
 
 
@@ -229,9 +225,7 @@ async def test_no_engine_is_a_503_that_names_what_is_missing() -> None:
         await rig.p.kill()
         for engine in rig.app.pool.engines:
             engine.poked.set()
-        with trio.fail_after(5):
-            while rig.app.pool.prefill[0].usable:
-                await trio.sleep(0.01)
+        await until(lambda: not rig.app.pool.prefill[0].usable)
         response = await rig.post()
         assert response.status_code == 503
         assert "retry-after" in response.headers

@@ -10,7 +10,7 @@ import trio
 from trio_pdproxy.core import sse
 from trio_pdproxy.engines.connections import KEEPALIVE
 from trio_pdproxy.sim import Fault, SimSettings, expected_text
-from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing import Rig, open_rig, until
 
 
 async def streamed(rig: Rig, prompt: str, tokens: int) -> str:
@@ -44,7 +44,7 @@ def dechunk(data: bytes) -> bytes:
 
 async def test_a_thousand_streams_at_once() -> None:
     sim = SimSettings(itl=0.02, max_num_seqs=2000)
-    async with open_rig(sim=sim, prefill_max_inflight=2000, decode_max_inflight=2000) as rig:
+    async with open_rig(sim=sim, prefill_max_inflight=2000, decode_max_inflight=2000, health_interval=3600) as rig:
         all_in = trio.Event()
         rig.p.faults.add(Fault("before_head", "slow", until=all_in, times=None))
         texts: dict[int, str] = {}
@@ -55,9 +55,7 @@ async def test_a_thousand_streams_at_once() -> None:
         async with trio.open_nursery() as nursery:
             for number in range(1000):
                 nursery.start_soon(one, number)
-            with trio.fail_after(60):
-                while rig.app.active < 1000:
-                    await trio.sleep(0.01)
+            await until(lambda: rig.app.active == 1000, 60)
             all_in.set()
         assert texts == {number: expected_text(f"prompt {number}", 6) for number in range(1000)}
         await rig.quiet()

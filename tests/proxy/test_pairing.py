@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import trio
-
 from trio_pdproxy.sim import SimSettings, open_cluster
+from trio_pdproxy.testing import until
 from trio_pdproxy.testing.rig import open_rig_on
 
 
@@ -13,9 +12,7 @@ async def test_engines_that_cannot_pair_are_refused_with_what_can_be_compared() 
         open_cluster(settings=SimSettings(), decode_settings=SimSettings(version="0.33.0", block_size=32)) as cluster,
         open_rig_on(cluster, ready=False) as rig,
     ):
-        with trio.fail_after(5):
-            while not all(engine.usable for engine in rig.app.pool.engines):
-                await trio.sleep(0.01)
+        await until(lambda: all(engine.usable for engine in rig.app.pool.engines))
         response = await rig.post()
         assert response.status_code == 503
         message = response.json()["error"]["message"]
@@ -47,9 +44,7 @@ async def test_a_side_channel_of_another_engine_is_noticed() -> None:
         first, second = cluster.prefill
         wrong = {"side_channel": second.side_channel}
         async with open_rig_on(cluster, prefill_spec=wrong, prefill=1, ready=False) as rig:
-            with trio.fail_after(5):
-                while "another engine" not in rig.app.pool.prefill[0].why:
-                    await trio.sleep(0.01)
+            await until(lambda: "another engine" in rig.app.pool.prefill[0].why)
             assert first.engine_id in rig.app.pool.prefill[0].why
             assert second.engine_id in rig.app.pool.prefill[0].why
 
@@ -61,9 +56,7 @@ async def test_what_is_no_nixl_engine_is_named() -> None:
         async with open_rig_on(
             cluster, prefill_spec={"side_channel": "127.0.0.1:9"}, ready=False, health_timeout=0.2
         ) as rig:
-            with trio.fail_after(5):
-                while "side channel" not in rig.app.pool.prefill[0].why:
-                    await trio.sleep(0.01)
+            await until(lambda: "side channel" in rig.app.pool.prefill[0].why)
             assert d.requests == []
 
 
@@ -71,9 +64,7 @@ async def test_an_engine_whose_id_changes_is_asked_again_before_it_is_used() -> 
     async with open_cluster() as cluster, open_rig_on(cluster, health_interval=0.2, health_timeout=0.2) as rig:
         old = rig.app.pool.prefill[0].coordinates
         await rig.p.restart()
-        with trio.fail_after(10):
-            while rig.app.pool.prefill[0].coordinates in (old, None):
-                await trio.sleep(0.01)
+        await until(lambda: rig.app.pool.prefill[0].coordinates not in (old, None), 10)
         for _ in range(5):
             assert (await rig.post()).status_code == 200
         await rig.quiet()

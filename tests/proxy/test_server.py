@@ -10,7 +10,7 @@ import trio
 from trio_pdproxy.config import Settings
 from trio_pdproxy.serve import ServerConfig, ServerError, serving
 from trio_pdproxy.sim import SimSettings, open_cluster
-from trio_pdproxy.testing import Rig, open_rig, requested
+from trio_pdproxy.testing import Rig, open_rig, requested, until
 from trio_pdproxy.testing.rig import spec_of
 from trio_pdproxy.web.app import create_app
 
@@ -99,9 +99,7 @@ async def test_a_client_that_stops_reading_frees_both_engines() -> None:
         body = {"model": "sim", "prompt": "x", "stream": True, "max_tokens": 300_000}
         async with requested(rig.url, "/v1/completions", body) as connection:
             assert (await connection.receive_head()).status == 200
-            with trio.fail_after(20):
-                while rig.app.active:
-                    await trio.sleep(0.02)
+            await until(lambda: not rig.app.active, 20)
             await rig.quiet()
             assert rig.report.outcome == "disconnect"
             assert rig.d.requests[-1].how == "aborted"
@@ -118,9 +116,7 @@ async def test_stopping_says_so_at_once_and_lets_running_requests_finish() -> No
 
         async with trio.open_nursery() as nursery:
             nursery.start_soon(ask)
-            with trio.fail_after(5):
-                while not rig.p.running:
-                    await trio.sleep(0.005)
+            await until(lambda: rig.p.running)
             rig.app.quiescing = True
             await kept.send_all(GET.replace(b"/health", b"/ready") + b"\r\n")
             assert (await answer_on(kept)).startswith(b"HTTP/1.1 503 ")

@@ -120,7 +120,7 @@ def _spec(engine: _Located) -> EngineSpec:
 
 async def _until_ready(app: ProxyApp) -> None:
     with trio.move_on_after(READY_TIMEOUT):
-        while app.missing():
+        while app.missing():  # noqa: ASYNC110  readiness is many engines' state, it sets no event
             await trio.sleep(0.02)
         return
     raise DemoError("not ready: " + "; ".join(app.missing()))
@@ -129,7 +129,7 @@ async def _until_ready(app: ProxyApp) -> None:
 async def _reports(app: ProxyApp, count: int) -> list[Report]:
     """The reports of the last `count` exchanges. The last one comes a moment after its client has its answer."""
     with trio.move_on_after(10):
-        while len(app.recent) < count:
+        while len(app.recent) < count:  # noqa: ASYNC110
             await trio.sleep(0.001)
         return list(app.recent)
     raise DemoError(f"only {len(app.recent)} of {count} exchanges ended")

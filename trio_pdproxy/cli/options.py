@@ -46,9 +46,7 @@ def settings_from(params: Mapping[str, Any], environ: Mapping[str, str] | None =
     """
     flags = {name: value for name, value in params.items() if name in Settings.model_fields}
     try:
-        return load_settings(
-            file=params.get("config"), environ=os.environ if environ is None else environ, flags=flags
-        )
+        return load_settings(file=params.get("config"), environ=os.environ if environ is None else environ, flags=flags)
     except ConfigError as error:
         context = click.get_current_context(silent=True)
         click.echo(f"{context.command_path if context else 'trio-pdproxy'}: {error}", err=True)
@@ -65,9 +63,7 @@ def _option(name: str, field: FieldInfo) -> Callable[[F], F]:
         return click.option(
             flag, name, multiple=True, metavar="URL[;KEY=VALUE]...", help=f"{field.description} Repeatable."
         )
-    return click.option(
-        flag, name, metavar=_metavar(name, field), help=f"{field.description} [{_default(field)}]"
-    )
+    return click.option(flag, name, metavar=_metavar(name, field), help=f"{field.description} [{_default(field)}]")
 
 
 def _metavar(name: str, field: FieldInfo) -> str:

@@ -45,8 +45,7 @@ class EngineSpec(BaseModel):
     )
     max_inflight: Annotated[v.Count, Field(ge=1)] | None = Field(
         default=None,
-        description="Requests at this engine at the same time. Default: prefill_max_inflight or "
-        "decode_max_inflight.",
+        description="Requests at this engine at the same time. Default: prefill_max_inflight or decode_max_inflight.",
     )
     lease: Annotated[v.Seconds, Field(gt=0)] | None = Field(
         default=None,

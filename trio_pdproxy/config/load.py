@@ -53,9 +53,7 @@ class _Source:
         """Take a setting from text or flags, where engines come as lists of specs."""
         self.places[(name,)] = place
         if name in ROLES:
-            texts = (
-                [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
-            )
+            texts = [value] if isinstance(value, str) else list(value) if isinstance(value, Iterable) else [value]
             specs = [s for text in texts for s in (split_specs(text) if isinstance(text, str) else [text])]
             for i, _ in enumerate(specs):
                 self.places[(name, i)] = place if len(specs) == 1 else f"{place} (engine {i + 1})"
@@ -166,9 +164,7 @@ def _from_flags(flags: Mapping[str, object]) -> _Source:
             advice = f"give it as {_variable(name)} or in the configuration file"
             source.problems.append((place, f"is never a flag, because a process list shows flags: {advice}"))
         elif name not in Settings.model_fields:
-            source.problems.append(
-                (place, f"there is no such flag{hint(name, Settings.model_fields, _flag)}")
-            )
+            source.problems.append((place, f"there is no such flag{hint(name, Settings.model_fields, _flag)}"))
         else:
             source.give(name, value, place)
     return source

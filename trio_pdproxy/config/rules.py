@@ -68,26 +68,18 @@ def contradictions(
     yield from _twins(engines)
     if settings.admin_bind is not None:
         if settings.admin_token is None and not wrong & {"admin_token", "admin_token_file"}:
-            text = (
-                "admin_bind needs admin_token (PDPROXY_ADMIN_TOKEN or admin_token_file): it must not be open"
-            )
+            text = "admin_bind needs admin_token (PDPROXY_ADMIN_TOKEN or admin_token_file): it must not be open"
             yield Problem(("admin_bind",), text, between=True)
         if settings.admin_bind == settings.bind and settings.bind.port and "bind" not in wrong:
-            text = (
-                f"admin_bind and bind are both {settings.bind}: the admin paths need an address of their own"
-            )
+            text = f"admin_bind and bind are both {settings.bind}: the admin paths need an address of their own"
             yield Problem(("admin_bind",), text, between=True, also=(("bind",),))
 
 
-def _late_rescues(
-    settings: Settings, prefill: list[tuple[int, EngineSpec]], *, general: bool
-) -> Iterator[Problem]:
+def _late_rescues(settings: Settings, prefill: list[tuple[int, EngineSpec]], *, general: bool) -> Iterator[Problem]:
     limit = settings.first_byte_timeout
     places: list[tuple[Loc, str, float]] = [(("lease",), "lease", settings.lease)] if general else []
     places += [
-        (("prefill", i, "lease"), f"{spec.name}'s lease", spec.lease)
-        for i, spec in prefill
-        if spec.lease is not None
+        (("prefill", i, "lease"), f"{spec.name}'s lease", spec.lease) for i, spec in prefill if spec.lease is not None
     ]
     if prefill and all(spec.lease is not None for _, spec in prefill):
         places = places[general:]  # no engine uses the general one
@@ -126,9 +118,7 @@ def _twins(engines: Mapping[Role, list[tuple[int, EngineSpec]]]) -> Iterator[Pro
                     )
                     yield Problem(loc, text, between=True, also=(other,))
             elif spec.lease is not None:
-                text = (
-                    "only prefill engines have a lease: it is how long they keep blocks for a decode engine"
-                )
+                text = "only prefill engines have a lease: it is how long they keep blocks for a decode engine"
                 yield Problem((role, i, "lease"), text, between=True)
 
 

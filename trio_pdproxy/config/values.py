@@ -118,9 +118,7 @@ def split_url(value: object) -> tuple[str, Address]:
         raise ValueError("write http://HOST:PORT")  # noqa: TRY004
     text = value.strip()
     if "@" in text:
-        raise ValueError(
-            "a URL takes no user or password here; give a key as PDPROXY_API_KEY or api_key_file"
-        )
+        raise ValueError("a URL takes no user or password here; give a key as PDPROXY_API_KEY or api_key_file")
     # urlsplit would silently drop tabs and line ends.
     if any(not 32 < ord(c) < 127 for c in text):
         raise ValueError("a URL holds no spaces and only ASCII (an international name as xn--...)")

@@ -117,13 +117,14 @@ class Engine:
         *,
         content: bytes | None = None,
         headers: dict[str, str] | None = None,
-        timeout: float | None = None,
+        within: float | None = None,
     ) -> httpx.Response:
-        """One small call, answered by this engine alone, read to its end. `timeout` in seconds for each of its steps
+        """One small call, answered by this engine alone, read to its end. `within`: seconds for each of its steps
         (default: health_timeout). Raises `EngineError`."""
-        within = httpx.USE_CLIENT_DEFAULT if timeout is None else timeout
         try:
-            return await self.client.request(method, path, content=content, headers=headers, timeout=within)
+            return await self.client.request(
+                method, path, content=content, headers=headers, timeout=within or httpx.USE_CLIENT_DEFAULT
+            )
         except httpx.HTTPError as error:
             raise EngineError(f"{method} {path}: {error}") from None
 

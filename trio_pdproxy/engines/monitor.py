@@ -62,7 +62,8 @@ async def watch(
         await engine.connections.expire()
         if engine.usable != before or first:
             _tell(engine)
-            changed()
+        if engine.usable != before or not engine.usable:
+            changed()  # whoever waits for it waits in vain, or no longer
         if first:
             task_status.started()
             first = False
@@ -175,7 +176,7 @@ async def _probe(engine: Engine) -> tuple[str, int, int, int]:
         "/v1/completions",
         content=msgspec.json.encode(body),
         headers={"content-type": "application/json", "x-request-id": uuid4().hex},
-        timeout=PROBE_TIMEOUT,
+        within=PROBE_TIMEOUT,
     )
     if response.status_code != 200:
         raise _UnusableError(f"the one-token probe was answered {response.status_code}: {response.text[:200]}")

@@ -13,7 +13,7 @@ import httpx
 import trio
 
 from trio_pdproxy.engines.connections import Connections, Dial, Origin
-from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
+from trio_pdproxy.engines.wire import BrokenError, Connection, Head, RefusedError, request_bytes
 
 # Hop-by-hop, or written by `request_bytes` itself.
 _OURS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
@@ -41,18 +41,18 @@ class EngineTransport(httpx.AsyncBaseTransport):
             raise httpx.ConnectError(str(error)) from error
         except trio.TooSlowError:
             raise httpx.ConnectTimeout("no connection in time") from None
+        head: Head | None = None
         try:
-            with trio.fail_after(_seconds(timeouts, "write")):
-                await connection.send(data)
-            with trio.fail_after(_seconds(timeouts, "read")):
-                head = await connection.receive_head()
-        except BaseException as error:
+            await _send(connection, data, _seconds(timeouts, "write"))
+            head = await _receive_head(connection, _seconds(timeouts, "read"))
+        finally:
+            if head is None:
+                with trio.CancelScope(shield=True):
+                    await self._connections.close(connection)
+        if request.method == "HEAD":
+            # Its answer has no body whatever it declares; the parser below does not know that.
             await self._connections.close(connection)
-            if isinstance(error, BrokenError):
-                raise httpx.ReadError(str(error)) from error
-            if isinstance(error, trio.TooSlowError):
-                raise httpx.ReadTimeout("no answer in time") from None
-            raise
+            return httpx.Response(head.status, headers=head.headers, request=request)
         return httpx.Response(
             head.status,
             headers=head.headers,
@@ -62,6 +62,26 @@ class EngineTransport(httpx.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._connections.shut()
+
+
+async def _send(connection: Connection, data: bytes, seconds: float) -> None:
+    try:
+        with trio.fail_after(seconds):
+            await connection.send(data)
+    except BrokenError as error:
+        raise httpx.WriteError(str(error)) from error
+    except trio.TooSlowError:
+        raise httpx.WriteTimeout("the request was not taken in time") from None
+
+
+async def _receive_head(connection: Connection, seconds: float) -> Head:
+    try:
+        with trio.fail_after(seconds):
+            return await connection.receive_head()
+    except BrokenError as error:
+        raise httpx.ReadError(str(error)) from error
+    except trio.TooSlowError:
+        raise httpx.ReadTimeout("no answer in time") from None
 
 
 class _Body(httpx.AsyncByteStream):

@@ -27,11 +27,9 @@ from trio_pdproxy.engines.engine import Engine
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
 from trio_pdproxy.exchange.legs import Answer, Body, DecodeLeg, judge_prefill
+from trio_pdproxy.exchange.sending import send_first, send_or_hear
 
 log = logging.getLogger("trio_pdproxy.debt")
-
-FIRST_SEND = 64 * 1024
-"""Bytes of a request in its first send: the rest of a large one must not keep the other leg waiting."""
 
 TIE = 0.01
 """Seconds the other leg is given when one has failed: what happens at the same instant is judged together."""
@@ -43,9 +41,6 @@ BUSY_WAIT = 1.0
 """Seconds before a rescue where the prefill engine said it was busy and not for how long."""
 
 LONGEST_BUSY_WAIT = 5.0
-
-EARLY_ANSWER = 0.2
-"""Seconds for an answer that an engine may have given before it closed on the rest of a request."""
 
 
 class Dispatch:
@@ -89,6 +84,7 @@ class Dispatch:
         self._prefill_deadline = inf
         self._prefill_answered = inf
         # Who is still here.
+        self._leaving = False
         self._left = False
         self._back_runs = False
         self._back_scope: trio.CancelScope | None = None
@@ -158,9 +154,9 @@ class Dispatch:
             await self._send_decode(decode_connection, decode_request)
         finally:
             if prefill is not None:
-                await self.prefill.connections.close(prefill)
+                await self.prefill.connections.close(prefill)  # noqa: ASYNC102  shielded inside, waits for nobody
             if decode is not None:
-                await self.decode.connections.close(decode)
+                await self.decode.connections.close(decode)  # noqa: ASYNC102
 
     async def _take_prefill(self) -> Connection | None:
         assert self.prefill is not None
@@ -188,12 +184,12 @@ class Dispatch:
         with trio.move_on_after(self._settings.prefill_timeout):
             try:
                 try:
-                    sent = await _send_first(connection, data)
+                    sent = await send_first(connection, data)
                 except BrokenError:
                     await self.prefill.connections.close(connection)
                     connection = await self.prefill.connections.take(fresh=True)
                     leg.reused = False
-                    sent = await _send_first(connection, data)
+                    sent = await send_first(connection, data)
             except (BrokenError, RefusedError) as error:
                 await self.prefill.connections.close(connection)
                 self._prefill_failed(Prefill.FAILED, str(error))
@@ -210,25 +206,22 @@ class Dispatch:
         """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
         leg = self.report.decode
         leg.reused = connection.served > 0
-        self.decode_leg = DecodeLeg(connection, leg)
+        self.decode_leg = DecodeLeg(connection, leg, several=self.plan.several)
         self._move(decode=Decode.WAITING)
+        outcome: Decode | None = Decode.BROKEN
         why = "it did not take the request in time"
         with trio.move_on_after(self._settings.first_byte_timeout):
             try:
-                sent = await _send_first(connection, data)
+                sent = await send_first(connection, data)
                 leg.sent = trio.current_time()
-                if sent < len(data):
-                    await connection.send(data[sent:])
-                return
+                outcome = await send_or_hear(connection, data[sent:], self.decode_leg.speak)
             except BrokenError as error:
                 why = str(error)
-        connection.spoiled = True
-        # It may have answered without reading all of the request; its own word is better than ours.
-        outcome = Decode.BROKEN
-        with trio.move_on_after(EARLY_ANSWER):
-            outcome = await self.decode_leg.speak()
+        if outcome is None:
+            return
         if outcome is Decode.BROKEN:
-            self.decode_leg.reason = why
+            connection.spoiled = True
+            self.decode_leg.reason = self.decode_leg.reason or why
         self._spoke(outcome)
 
     def _request(self, engine: Engine, body: bytes) -> memoryview:
@@ -306,7 +299,7 @@ class Dispatch:
 
     @property
     def left(self) -> bool:
-        return self._left
+        return self._leaving
 
     def end_stream(self, *, complete: bool, reason: str | None = None) -> None:
         """The relayed stream has ended: properly, or not."""
@@ -320,12 +313,14 @@ class Dispatch:
         `why` is what a settling leg is counted under. To be called however the front ends; the second call
         does nothing. Never raises and never waits for an engine, also not when cancelled.
         """
-        if self._left:
+        if self._leaving:
             return
-        self._left = True
+        self._leaving = True
         if self.decode_leg is not None:
             with trio.CancelScope(shield=True):
                 await self.decode.connections.give_back(self.decode_leg.connection)
+        # No checkpoint from here on: the back ends either before this and leaves the rest to us, or after it.
+        self._left = True
         if self._back_runs:
             self._bound_back(self.verdict.debt, why)
         else:
@@ -453,15 +448,7 @@ class Dispatch:
 
     async def _converse(self, connection: Connection, leg: LegReport, data: memoryview) -> Answer:
         body = Body(connection, leg)
-        if not data:
-            return await body.read()
-        try:
-            await connection.send(data)
-        except BrokenError:
-            with trio.move_on_after(EARLY_ANSWER):
-                return await body.read()
-            raise
-        return await body.read()
+        return await send_or_hear(connection, data, body.read) or await body.read()
 
     def _judge(self, answer: Answer) -> None:
         assert self.prefill is not None and self._coordinates is not None  # noqa: PT018
@@ -522,11 +509,3 @@ class Dispatch:
             request = self._request(self.prefill, self.plan.prefill_body(self.id))
             await self._bounded(self._settings.settle_timeout, connection, request, request)
         self.report.rescue_paid = self._prefill is Prefill.OK
-
-
-async def _send_first(connection: Connection, data: memoryview) -> int:
-    """The first send of a request; how much of it went out. Without a checkpoint where the kernel takes it."""
-    if sent := connection.send_now(data[:FIRST_SEND]):
-        return sent
-    await connection.send(data[:FIRST_SEND])
-    return min(FIRST_SEND, len(data))

@@ -108,9 +108,10 @@ def judge_prefill(answer: Answer, engine_id: str) -> Prefill:
 class DecodeLeg:
     """The decode leg's answer up to the point where the client's status is known, and its stream after that."""
 
-    def __init__(self, connection: Connection, report: LegReport) -> None:
+    def __init__(self, connection: Connection, report: LegReport, *, several: bool = False) -> None:
         self.connection = connection
         self.report = report
+        self._several = several
         self.answer: Answer | None = None
         """Complete, where it is not a stream."""
         self.head: Head | None = None
@@ -166,8 +167,9 @@ class DecodeLeg:
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
         self.reason = f"its first event is an error ({code})"  # not its message: that may quote a prompt
         self.answer = Answer(status, [(b"content-type", b"application/json")], first)
-        # A client's fault stays one, whichever way it is told: no other pair would judge it otherwise.
-        return Decode.REJECTED if status < 500 else Decode.FAILED
+        # A client's fault stays one, whichever way it is told: no other pair would judge it otherwise. But a refusal
+        # proves that the engine holds nothing, and here one of several sequences speaks only for itself.
+        return Decode.REJECTED if status < 500 and not self._several else Decode.FAILED
 
     async def more(self) -> bytes:
         """The stream's next whole events; `b""` at its proper end, after which `framer.tail` may hold a last

@@ -115,7 +115,7 @@ class _Exchange:
                 failure = self._instead(dispatch, verdict)
                 avoid.update(_at_fault(dispatch))
             finally:
-                await dispatch.leave(settled_as)
+                await dispatch.leave(settled_as)  # noqa: ASYNC102  shielded inside, and waits for nobody
         assert failure is not None
         if isinstance(failure, ProxyError):
             raise failure
@@ -246,7 +246,7 @@ class _Exchange:
             case Instead.PREFILL_SAID if (answer := dispatch.prefill_answer) and answer.status in (429, 503):
                 return answer
             case Instead.DECODE_SAID if leg := dispatch.decode_leg:
-                return leg.answer if leg.answer and leg.answer.status >= 500 else _bad_gateway(Fault.DECODE, reason)
+                return leg.answer if leg.answer and leg.answer.status >= 400 else _bad_gateway(Fault.DECODE, reason)
             case Instead.TIMEOUT:
                 fault = Fault.PREFILL if dispatch.outcomes[0] is Prefill.LATE else Fault.DECODE
                 return ProxyError(reason, status=504, fault=fault, code="timeout")

@@ -1,6 +1,34 @@
-"""For tests of a deployment, a policy or the proxy itself: everything between a client and simulated engines."""
+"""For tests of a deployment, a policy or the proxy itself: everything between a client and simulated engines.
+
+`open_rig` has it on real sockets and the real clock; `open_memory_rig` in memory and on virtual time, where one
+scenario can be run on many schedules (`one_outcome`) and cancelled at every step it takes (`sweep`).
+"""
 
 from trio_pdproxy.testing.client import requested
+from trio_pdproxy.testing.memory import MemoryRig, Visit, open_memory_rig
+from trio_pdproxy.testing.network import MemoryStream, Network, memory_pair
 from trio_pdproxy.testing.rig import Rig, Streamed, open_rig
+from trio_pdproxy.testing.schedules import Outcome, one_outcome, outcome_of, run_seeded
+from trio_pdproxy.testing.tasks import Tree, grown, task_tree
+from trio_pdproxy.testing.waiting import until
 
-__all__ = ["Rig", "Streamed", "open_rig", "requested"]
+__all__ = [
+    "MemoryRig",
+    "MemoryStream",
+    "Network",
+    "Outcome",
+    "Rig",
+    "Streamed",
+    "Tree",
+    "Visit",
+    "grown",
+    "memory_pair",
+    "one_outcome",
+    "open_memory_rig",
+    "open_rig",
+    "outcome_of",
+    "requested",
+    "run_seeded",
+    "task_tree",
+    "until",
+]

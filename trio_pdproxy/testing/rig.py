@@ -9,7 +9,6 @@ from typing import Any
 
 import httpx
 import msgspec
-import trio
 
 from trio_pdproxy.config import EngineSpec, Settings
 from trio_pdproxy.core import sse
@@ -17,6 +16,7 @@ from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.serve import serving
 from trio_pdproxy.sim import Cluster, SimEngine, SimSettings, open_cluster
+from trio_pdproxy.testing.waiting import until
 from trio_pdproxy.web.app import ProxyApp, create_app
 
 
@@ -88,11 +88,10 @@ class Rig:
 
     async def quiet(self, seconds: float = 5.0) -> None:
         """Wait until nothing is left of any request: no place taken, no block held. Fails after `seconds`."""
-        with trio.move_on_after(seconds):
-            while self.leftovers():
-                await trio.sleep(0.005)
-            return
-        raise AssertionError(f"left over: {self.leftovers()}")
+        try:
+            await until(lambda: not self.leftovers(), seconds)
+        except AssertionError:
+            raise AssertionError(f"left over after {seconds:g} s: {self.leftovers()}") from None
 
     def leftovers(self) -> dict[str, int]:
         """What is still held where, by name; empty when all is quiet. Prefill blocks of probes do not count."""
@@ -152,8 +151,7 @@ async def open_rig_on(
 
 async def until_ready(app: ProxyApp, seconds: float = 10.0) -> None:
     """Wait until every engine is usable (the app itself is ready with the first pair). Fails after `seconds`."""
-    with trio.move_on_after(seconds):
-        while app.missing() or not all(engine.usable for engine in app.pool.engines):
-            await trio.sleep(0.005)
-        return
-    raise AssertionError(f"not ready: {app.missing()}")
+    try:
+        await until(lambda: all(engine.usable for engine in app.pool.engines) and not app.missing(), seconds)
+    except AssertionError:
+        raise AssertionError(f"not ready after {seconds:g} s: {app.missing()}") from None
