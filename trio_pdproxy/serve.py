@@ -23,8 +23,9 @@ from hypercorn.events import Closed, Event, RawData
 from hypercorn.trio import serve as hypercorn_serve
 from hypercorn.trio.tcp_server import TCPServer
 
-from trio_pdproxy.config import Settings
+from trio_pdproxy.config import Address, Settings
 from trio_pdproxy.core.errors import only
+from trio_pdproxy.web.admin import create_admin_app
 from trio_pdproxy.web.app import ProxyApp
 
 log = logging.getLogger("trio_pdproxy.serve")
@@ -44,9 +45,9 @@ class ServerError(Exception):
 class ServerConfig(Config):
     """Hypercorn's configuration for this app."""
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, bind: Address) -> None:
         super().__init__()
-        self.bind = [str(settings.bind)]
+        self.bind = [str(bind)]
         self.graceful_timeout = settings.shutdown_grace
         self.keep_alive_timeout = KEEP_ALIVE
         self.keep_alive_max_requests = 1_000_000_000
@@ -123,18 +124,30 @@ async def serve(  # noqa: ASYNC128  Hypercorn is handed the status
     # Hypercorn looks the class up when a connection is served.
     hypercorn.trio.run.TCPServer = ContainedServer  # type: ignore[attr-defined]
     try:
-        await hypercorn_serve(
-            app,
-            ServerConfig(settings),
-            shutdown_trigger=until_stopped,
-            task_status=task_status,
-        )
+        async with trio.open_nursery() as nursery:
+            if settings.admin_bind is not None:
+                nursery.start_soon(_serve_admin, app, settings)
+            await hypercorn_serve(
+                app,
+                ServerConfig(settings, settings.bind),
+                shutdown_trigger=until_stopped,
+                task_status=task_status,
+            )
+            nursery.cancel_scope.cancel("served")
     except BaseExceptionGroup as group:
         if (error := only(group, OSError)) is None:
             raise
-        raise ServerError(f"cannot listen on {settings.bind}: {error.strerror or error}") from error
+        places = " or ".join(str(place) for place in (settings.bind, settings.admin_bind) if place is not None)
+        raise ServerError(f"cannot listen on {places}: {error.strerror or error}") from error
     if app.failure is not None:
         raise ServerError(app.failure)
+
+
+async def _serve_admin(app: ProxyApp, settings: Settings) -> None:
+    """The admin paths on their own listener, from the app's start until cancelled."""
+    await app.started.wait()
+    assert settings.admin_bind is not None
+    await hypercorn_serve(create_admin_app(app, settings), ServerConfig(settings, settings.admin_bind))
 
 
 @asynccontextmanager

@@ -149,7 +149,7 @@ async def test_a_core_task_that_dies_is_seen() -> None:
 def test_the_listening_socket_bounds_what_the_kernel_waits_for() -> None:
 
     settings = Settings(prefill=["http://a:1"], decode=["http://b:2"], bind="127.0.0.1:0", write_timeout=7)
-    sockets = ServerConfig(settings).create_sockets()
+    sockets = ServerConfig(settings, settings.bind).create_sockets()
     try:
         listening = sockets.insecure_sockets[0]
         assert listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 7000

@@ -435,8 +435,8 @@ def test_other_content_types_are_answered_415_before_any_engine_is_asked(headers
 
 def test_a_prefill_answer_tells_who_it_was() -> None:
     told = {"remote_engine_id": "e", "tp_size": 2, "pp_size": 3, "dcp_size": 4, "remote_block_ids": [[1]], "more": None}
-    assert plans.coordinates_in(json.dumps({"id": "x", "kv_transfer_params": told}).encode()) == ("e", 2, 3, 4)
-    assert plans.coordinates_in(b'{"kv_transfer_params":{"remote_engine_id":"e"}}') == ("e", 1, 1, 1)
+    assert plans.told_in(json.dumps({"id": "x", "kv_transfer_params": told}).encode()) == ("e", 2, 3, 4)
+    assert plans.told_in(b'{"kv_transfer_params":{"remote_engine_id":"e"}}') == ("e", 1, 1, 1)
 
 
 @pytest.mark.parametrize(
@@ -461,7 +461,7 @@ def test_a_prefill_answer_tells_who_it_was() -> None:
     ids=lambda answer: repr(answer[:50]),
 )
 def test_an_answer_that_names_no_engine_is_not_taken_for_one_that_does(answer: bytes) -> None:
-    assert plans.coordinates_in(answer) is None
+    assert plans.told_in(answer) is None
 
 
 @given(st.binary(max_size=60))
@@ -471,7 +471,7 @@ def test_no_answer_makes_its_readers_raise(data: bytes) -> None:
         b'{"kv_transfer_params":' + data,
         b'{"kv_transfer_params":{"remote_engine_id":' + data + b"}}",
     ):
-        plans.coordinates_in(answer)
+        plans.told_in(answer)
         plans.without_kv_transfer_params(answer)
 
 

@@ -15,7 +15,14 @@ from trio_pdproxy.config.settings import SECRETS
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_METAVARS = {"float": "SECONDS", "int": "N", "Address": "HOST:PORT"}
+_METAVARS = {
+    "float": "SECONDS",
+    "int": "N",
+    "Address": "HOST:PORT",
+    "str": "NAME",
+    "bool": "true|false",
+    "tuple": "WORD,...",
+}
 
 
 def settings_options(command: F) -> F:
@@ -51,6 +58,13 @@ def settings_from(params: Mapping[str, Any], environ: Mapping[str, str] | None =
         context = click.get_current_context(silent=True)
         click.echo(f"{context.command_path if context else 'trio-pdproxy'}: {error}", err=True)
         raise click.exceptions.Exit(2) from None
+
+
+def config_file(params: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Path | None:
+    """The configuration file that `settings_from` reads, if any."""
+    named = (os.environ if environ is None else environ).get("PDPROXY_CONFIG")
+    given: Path | None = params.get("config")
+    return given or (Path(named) if named else None)
 
 
 def _is_flag(name: str) -> bool:

@@ -65,6 +65,12 @@ class EngineSpec(BaseModel):
         default=None, description="Decode context parallel size. Learned; written here to override."
     )
 
+    dp_size: Annotated[v.Count, Field(ge=1, le=1024)] | None = Field(
+        default=None,
+        description="Prefill engines only: their --data-parallel-size. Each rank is a target of its own then, with its "
+        "own engine id and the side channel port of rank 0 plus its number.",
+    )
+
     if TYPE_CHECKING:
 
         def __init__(
@@ -79,6 +85,7 @@ class EngineSpec(BaseModel):
             tp_size: int | None = None,
             pp_size: int | None = None,
             dcp_size: int | None = None,
+            dp_size: int | None = None,
         ) -> None: ...
 
     @classmethod
@@ -103,7 +110,7 @@ class EngineSpec(BaseModel):
             parts.append(f"side_channel={self.side_channel}")
         if self.name != str(self.address):
             parts.append(f"name={self.name}")
-        keys = ("max_inflight", "lease", "engine_id", "tp_size", "pp_size", "dcp_size")
+        keys = ("max_inflight", "lease", "engine_id", "tp_size", "pp_size", "dcp_size", "dp_size")
         parts += [f"{key}={value}" for key in keys if (value := getattr(self, key)) is not None]
         return ";".join(parts)
 

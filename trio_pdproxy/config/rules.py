@@ -120,6 +120,9 @@ def _twins(engines: Mapping[Role, list[tuple[int, EngineSpec]]]) -> Iterator[Pro
             elif spec.lease is not None:
                 text = "only prefill engines have a lease: it is how long they keep blocks for a decode engine"
                 yield Problem((role, i, "lease"), text, between=True)
+            if role == "decode" and spec.dp_size is not None:
+                text = "dp_size is for prefill engines: a decode engine spreads its requests over its ranks by itself"
+                yield Problem((role, i, "dp_size"), text, between=True)
 
 
 def _how_to_give(role: Role) -> str:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Field,
     ModelWrapValidatorHandler,
@@ -20,6 +21,7 @@ from trio_pdproxy.config import values as v
 from trio_pdproxy.config.engine import ROLES, EngineSpec, Role, split_spec, split_specs
 from trio_pdproxy.config.problems import Problem, problems_of, raise_together
 from trio_pdproxy.config.rules import contradictions
+from trio_pdproxy.core.routing import POLICIES
 
 # Each may be given by itself or as NAME_file, and never as a flag: a process list shows flags.
 SECRETS = ("api_key", "admin_token")
@@ -27,6 +29,15 @@ SECRETS = ("api_key", "admin_token")
 
 def _seconds(default: float, description: str, **bounds: Any) -> Any:
     return Field(default=default, description=description, **(bounds or {"gt": 0}))
+
+
+def _known_policy(value: Any) -> Any:
+    if isinstance(value, str) and value not in POLICIES:
+        raise ValueError(f"there is no policy {value!r}; there are {', '.join(POLICIES)}")
+    return value
+
+
+PolicyName = Annotated[str, BeforeValidator(_known_policy)]
 
 
 class Settings(BaseModel):
@@ -110,6 +121,51 @@ class Settings(BaseModel):
         description="Requests at one decode engine at the same time. Keep it at or under the engine's "
         "max-num-seqs: what queues there beyond the prefill engine's lease hangs.",
     )
+    prefill_policy: PolicyName = Field(
+        default="round_robin",
+        description="How a prefill engine is chosen: round_robin, least_inflight, power_of_two, prefix_affinity (the "
+        "same engine for the same beginning of a prompt, bounded by load: best where prompts share a system prompt), "
+        "session_affinity.",
+    )
+    decode_policy: PolicyName = Field(
+        default="least_inflight",
+        description="How a decode engine is chosen. Its requests differ in length, the least busy is the best guess.",
+    )
+    affinity_header: Annotated[str, Field(pattern=r"\A[A-Za-z0-9-]{1,64}\z"), v.Lower] = Field(
+        default="x-session-id", description="The client's header that session_affinity goes by."
+    )
+    min_prefill_tokens: v.Count = Field(
+        default=0,
+        ge=0,
+        description="Prompts shorter than about this many tokens (estimated from their bytes) go to a decode engine "
+        "alone: a transfer costs more than they do. 0: none do.",
+    )
+    fallback: Annotated[Literal["error", "decode_only"], v.Lower] = Field(
+        default="error",
+        description="Where no prefill engine is usable: error (503), or decode_only: decode engines compute prompts "
+        "too. Not the default, because it silently moves prefill's load onto engines sized for decode.",
+    )
+    warm_up: bool = Field(
+        default=True,
+        description="Whether each pair of engines has a tiny real transfer before it takes requests: the first one of "
+        "a pair costs seconds (NIXL's handshake), and one that cannot transfer is found out before a client does.",
+    )
+    eject_after: v.Count = Field(
+        default=3,
+        ge=1,
+        description="Failures in a row (no client's 4xx, no engine's 429) after which an engine gets no requests until "
+        "a probe and one trial request say that it works again.",
+    )
+    eject_time: v.Seconds = _seconds(
+        5.0, "How long it stays without after that; twice as long each time it fails again, up to a minute."
+    )
+    retry_budget: v.Ratio = Field(
+        default=0.2,
+        ge=0,
+        le=1,
+        description="Retries on another pair per request, on average; ten may come at once. Beyond it a failure is "
+        "passed on: where everything fails, retries only double the load.",
+    )
     queue_size: v.Count = Field(
         default=1024,
         ge=0,
@@ -159,6 +215,12 @@ class Settings(BaseModel):
         default=None, description="The bearer token that the admin paths demand. Never a flag."
     )
     admin_token_file: Path | None = Field(default=None, description="A file that holds admin_token.")
+    admin_allow: v.Texts = Field(
+        default=(),
+        description="Where engines that are added by the admin paths may be: host names, *.domain, addresses and networks "
+        "(10.0.0.0/8), separated by commas. Empty: nowhere. Link-local addresses never are.",
+        json_schema_extra={"shown_default": "nowhere"},
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], v.Lower] = Field(
         default="info", description="The least severe log records that are written."
     )

@@ -202,8 +202,30 @@ ConnectAddress = Annotated[Address, PlainValidator(address), *_AS_TEXT]
 ListenAddress = Annotated[Address, PlainValidator(listen_address), *_AS_TEXT]
 OptionalListenAddress = Annotated[Address | None, PlainValidator(optional_listen_address), *_AS_OPTIONAL_TEXT]
 Url = Annotated[str, BeforeValidator(engine_url)]
+
+
+def texts(value: object) -> Any:
+    """Several words: a list of them, or text with commas between them."""
+    if isinstance(value, str):
+        return tuple(word.strip() for word in value.split(",") if word.strip())
+    return value
+
+
+def ratio(value: object) -> float:
+    """A share, as a plain number."""
+    try:
+        number = float(value) if isinstance(value, (int, float, str)) and not isinstance(value, bool) else math.nan
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise ValueError("it must be a number such as 0.2")
+    return number
+
+
 Seconds = Annotated[float, BeforeValidator(seconds)]
 Size = Annotated[int, BeforeValidator(size)]
 Count = Annotated[int, BeforeValidator(count)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(texts)]
+Ratio = Annotated[float, BeforeValidator(ratio)]
 Secret = Annotated[SecretStr, AfterValidator(secret)]
 Lower = BeforeValidator(lower)

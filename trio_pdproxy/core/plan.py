@@ -12,12 +12,13 @@ field that could ask for more than one token is overwritten (in chat `max_comple
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
 
 from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
+from trio_pdproxy.core.routing import AFFINITY_BYTES
 
 TRUE = msgspec.Raw(b"true")
 FALSE = msgspec.Raw(b"false")
@@ -30,7 +31,8 @@ class Kind(Enum):
     """How a request is served."""
 
     PUSH = "push"
-    """Both legs at once; the prefill engine pushes its KV into the decode engine's blocks."""
+    """Prefill and decode: both legs at once, the prefill engine pushes its KV into the decode engine's blocks. In front
+    of engines in pull mode one after the other."""
     DECODE_ONLY = "decode_only"
     """The decode engine alone: where it would ignore the prefill leg's work anyway."""
 
@@ -135,6 +137,18 @@ class Plan:
     """Why the kind is not PUSH."""
     headers: tuple[tuple[bytes, bytes], ...] = field(default=(), repr=False)
     """Headers of the client's that go to both engines."""
+    session: bytes | None = field(default=None, repr=False)
+    """The client's session header."""
+
+    @property
+    def prefix(self) -> bytes:
+        """The prompt's beginning, as it stands in the request: what routing by prefix goes by."""
+        prompt = self.members.get(self.api.needs[0])
+        return b"" if prompt is None else bytes(memoryview(prompt)[:AFFINITY_BYTES])
+
+    def alone(self, reason: str) -> Plan:
+        """The same request for a decode engine alone."""
+        return replace(self, kind=Kind.DECODE_ONLY, reason=reason)
 
     def prefill_body(self, dispatch_id: str) -> bytes:
         """The prefill leg: one token, no stream, KV kept for the decode engine that names the same id."""
@@ -164,17 +178,29 @@ class Plan:
             },
         )
 
+    def pull_body(self, transfer_params: msgspec.Raw) -> bytes:
+        """The decode leg in pull mode: the client's request with what the prefill engine said, verbatim."""
+        return msgspec.json.encode(self.members | {"kv_transfer_params": transfer_params})
+
     def alone_body(self) -> bytes:
         """The whole request for one engine that computes prompt and answer itself."""
         return msgspec.json.encode(self.members)
 
 
-def read_plan(api: Api, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> Plan:
+def read_plan(
+    api: Api,
+    body: bytes,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    *,
+    session_header: bytes = b"",
+    min_prefill_tokens: int = 0,
+) -> Plan:
     """Understand a request body.
 
-    `headers` are the client's, names in lower case. Raises `ProxyError` (400 or 415) with the place and
-    what to do; nothing has been sent anywhere then. Only what the proxy itself must read is checked: the
-    rest is the engines' to judge, and their answer is passed on.
+    `headers` are the client's, names in lower case; `session_header` is the one that names a session. A prompt of
+    fewer than about `min_prefill_tokens` is planned for a decode engine alone. Raises `ProxyError` (400 or 415) with
+    the place and what to do; nothing has been sent anywhere then. Only what the proxy itself must read is checked: the rest
+    is the engines' to judge, and their answer is passed on.
     """
     headers = tuple(headers)
     _check_content_type(headers)
@@ -186,6 +212,8 @@ def read_plan(api: Api, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
     if not any(_given(members, name) for name in api.needs):
         raise bad_request(f"`{api.needs[0]}` is missing", param=api.needs[0], code="missing_field")
     reason = _decode_only_reason(members)
+    if not reason and min_prefill_tokens and _estimated_tokens(members.get(api.needs[0])) < min_prefill_tokens:
+        reason = "a short prompt"
     return Plan(
         api=api,
         kind=Kind.DECODE_ONLY if reason else Kind.PUSH,
@@ -195,6 +223,7 @@ def read_plan(api: Api, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()
         dropped=dropped,
         reason=reason,
         headers=tuple(pair for pair in headers if pair[0] in FORWARDED_HEADERS),
+        session=next((value for name, value in headers if name == session_header), None),
     )
 
 
@@ -300,35 +329,51 @@ def _decode_only_reason(members: Members) -> str:
     return ""
 
 
+def _estimated_tokens(prompt: msgspec.Raw | None) -> int:
+    """About how many tokens a prompt has: four bytes of text are one (English, common tokenizers); token ids are
+    counted by their commas. JSON around chat messages counts as text: short chats are overestimated a little."""
+    if prompt is None:
+        return 0
+    data = memoryview(prompt)
+    first = bytes(data[1:64]).lstrip()[:1]
+    if _kind(prompt) == "a" and first.isdigit():
+        return bytes(data).count(b",") + 1
+    return len(data) // 4
+
+
 def _encode(members: Members, kv_transfer_params: dict[str, object]) -> bytes:
     members["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(kv_transfer_params))
     return msgspec.json.encode(members)
 
 
-def coordinates_in(answer: bytes) -> tuple[str, int, int, int] | None:
-    """What a prefill engine's 200 says of itself: engine id, tp_size, pp_size, dcp_size.
+class Told(msgspec.Struct, frozen=True):
+    """What a prefill engine's 200 says of itself, in its `kv_transfer_params`."""
 
-    None if it did not take part in a transfer (no `kv_transfer_params`): it is no NIXL prefill engine.
-    """
-    try:
-        params = msgspec.json.decode(answer, type=_PrefillAnswer).kv_transfer_params
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return None
-    if params is None or not params.remote_engine_id:
-        return None
-    return params.remote_engine_id, params.tp_size, params.pp_size, params.dcp_size
-
-
-class _Params(msgspec.Struct):
-    remote_engine_id: str = ""
+    remote_engine_id: str
     tp_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
-    transfer_mode: str = "push"
+    transfer_mode: str = "pull"
+    """push or pull; engines that say nothing are older than push."""
 
 
-class _PrefillAnswer(msgspec.Struct):
-    kv_transfer_params: _Params | None = None
+def told_in(answer: bytes) -> Told | None:
+    """None if it did not take part in a transfer (no `kv_transfer_params`): it is no NIXL prefill engine."""
+    params = transfer_params_in(answer)
+    try:
+        told = None if params is None else msgspec.json.decode(params, type=Told)
+    except (msgspec.DecodeError, msgspec.ValidationError):
+        return None
+    return told if told is not None and told.remote_engine_id else None
+
+
+def transfer_params_in(answer: bytes) -> msgspec.Raw | None:
+    """A prefill engine's `kv_transfer_params` as it wrote them: what a pulling decode engine is handed."""
+    try:
+        params = msgspec.json.decode(answer, type=Members).get("kv_transfer_params")
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return None
+    return None if params is None or _kind(params) != "o" else params
 
 
 def without_kv_transfer_params(answer: bytes) -> bytes:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import ssl
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import httpx
 import trio
 
 from trio_pdproxy.config import EngineSpec, Role, Settings
+from trio_pdproxy.core.health import Breaker, Circuit
 from trio_pdproxy.core.plan import Coordinates
+from trio_pdproxy.core.routing import stable_hash
 from trio_pdproxy.engines.connections import Connections, Dial, Origin
 from trio_pdproxy.engines.coordinates import Meta
 from trio_pdproxy.engines.transport import open_client
@@ -25,6 +28,8 @@ class About:
     max_model_len: int | None = None
     meta: Meta | None = None
     """None where its side channel does not answer."""
+    mode: str | None = None
+    """push or pull, as a prefill engine's answer says; None where it was not asked."""
 
     def words(self) -> str:
         """For the message that compares two engines."""
@@ -35,14 +40,17 @@ class About:
             f"max_model_len {self.max_model_len or 'unknown'}",
             f"block size {(meta and meta.block_size) or 'unknown'}",
         ]
+        if self.mode is not None:
+            parts.append(f"{self.mode} mode")
         return ", ".join(parts)
 
 
 class Engine:
     """An engine of the pool. Its counters are the proxy's own: an engine's /metrics lag behind.
 
-    `inflight` counts the places taken: running legs and unpaid debts. `debts` counts dispatches whose KV on this
-    (decode) engine waits for a push that nobody waits for; `stranded` those whose push can never come.
+    A prefill engine with data parallelism is several of these, one a rank. `inflight` counts the places taken: running
+    legs and unpaid debts. `debts` counts dispatches whose KV on this (decode) engine waits for a push that nobody waits
+    for; `stranded` those whose push can never come.
     """
 
     def __init__(
@@ -51,16 +59,21 @@ class Engine:
         spec: EngineSpec,
         settings: Settings,
         *,
+        rank: int | None = None,
         ssl_context: ssl.SSLContext | None = None,
         dial: Dial | None = None,
     ) -> None:
         self.role = role
         self.spec = spec
-        self.name = spec.name
+        self.rank = rank
+        """Of a prefill engine with data parallelism: sent with each leg, or the engine would choose one itself."""
+        self.name = spec.name if rank is None else f"{spec.name}-dp{rank}"
+        self.seed = stable_hash(self.name.encode())
         self.origin = Origin.of(spec.url)
         self.host_header = self.origin.authority.encode()
-        self.side_channel = (spec.side_channel[0], spec.side_channel[1])
-        self.max_inflight = settings.max_inflight_of(role, spec)
+        host, port = spec.side_channel
+        self.side_channel = (host, port + (rank or 0))
+        self.max_inflight = self.cap = settings.max_inflight_of(role, spec)
         self.lease_seconds = settings.lease_of(spec)
         self.connections = Connections(
             self.origin,
@@ -81,7 +94,7 @@ class Engine:
         self.stranded = 0
         self.up = False
         self.why = "not asked yet"
-        """Why it is not used, in words, while `up` is false."""
+        """Why it is not used, in words, while it is not usable."""
         self.about = About()
         self.coordinates: Coordinates | None = None
         """Prefill engines: what decode engines are told. None until learned."""
@@ -89,6 +102,13 @@ class Engine:
         """Set to have it looked at now instead of at the next interval."""
         self.doubts = 0
         self.doubts_settled = 0
+        self.breaker = Breaker(settings.eject_after, settings.eject_time)
+        self.draining = False
+        """It gets no new requests; those it has may finish."""
+        self.idle = trio.Event()
+        """Set once it is draining and has nothing in hand."""
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when it may have become usable, or no longer be."""
 
     @property
     def compatibility(self) -> str | None:
@@ -96,8 +116,18 @@ class Engine:
         return self.about.meta.compatibility_hash if self.about.meta else None
 
     @property
+    def known(self) -> bool:
+        """It answers, and what must be known of it is known."""
+        return (
+            self.up
+            and not self.doubted
+            and not self.draining
+            and (self.role == "decode" or self.coordinates is not None)
+        )
+
+    @property
     def usable(self) -> bool:
-        return self.up and not self.doubted and (self.role == "decode" or self.coordinates is not None)
+        return self.known and self.breaker.circuit is not Circuit.OPEN
 
     @property
     def doubted(self) -> bool:
@@ -109,6 +139,31 @@ class Engine:
         self.doubts += 1
         self.why = why
         self.poked.set()
+        self.on_change()
+
+    # -- outcomes of requests --------------------------------------------------------------------
+
+    def failed(self, why: str) -> None:
+        """A leg to it failed, and not by the client's fault."""
+        self.poked.set()
+        if self.breaker.failed(trio.current_time()):
+            self.why = f"failed {self.breaker.failures} times in a row, the last time because {why}"
+            # Who fails may have been restarted: it is asked again who it is before it is tried.
+            self.doubt(self.why)
+
+    def succeeded(self) -> None:
+        """A leg to it did what it should."""
+        if self.breaker.failures and self.breaker.succeeded():
+            self.max_inflight = self.cap
+            self.on_change()
+
+    def tick(self) -> None:
+        """Let an ejected one that has rested be tried, one request at a time."""
+        if self.breaker.tick(trio.current_time()):
+            self.max_inflight = 1
+            self.on_change()
+
+    # -- one-engine calls ------------------------------------------------------------------------
 
     async def call(
         self,
@@ -135,9 +190,11 @@ class Engine:
             "name": self.name,
             "role": self.role,
             "url": self.spec.url,
-            "side_channel": str(self.spec.side_channel),
+            "side_channel": f"{self.spec.side_channel.host}:{self.side_channel[1]}",
             "usable": self.usable,
             "why": "" if self.usable else self.why,
+            "draining": self.draining,
+            "circuit": self.breaker.circuit.value,
             "version": self.about.version,
             "model": self.about.model,
             "max_model_len": self.about.max_model_len,
@@ -152,6 +209,8 @@ class Engine:
         }
         if self.role == "prefill":
             shown["lease"] = self.lease_seconds
+            shown["mode"] = self.about.mode
+            shown["rank"] = self.rank
             if self.coordinates is not None:
                 shown["tp_size"] = self.coordinates.tp_size
                 shown["pp_size"] = self.coordinates.pp_size

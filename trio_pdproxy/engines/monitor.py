@@ -8,14 +8,14 @@ learned again whenever the answer is another.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from dataclasses import replace
 from uuid import uuid4
 
 import msgspec
 import trio
 
 from trio_pdproxy.config import Settings
-from trio_pdproxy.core.plan import Coordinates, coordinates_in
+from trio_pdproxy.core.plan import Coordinates, Told, told_in
 from trio_pdproxy.engines.coordinates import Meta, SideChannel, SideChannelError
 from trio_pdproxy.engines.engine import About, Engine
 from trio_pdproxy.engines.wire import EngineError
@@ -47,23 +47,23 @@ async def watch(
     engine: Engine,
     side_channel: SideChannel,
     settings: Settings,
-    changed: Callable[[], None],
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Look at `engine` every `health_interval`, and at once when poked, until cancelled.
 
-    Started after the first look. `changed` is called when the engine becomes usable or unusable.
+    Started after the first look. The engine says itself when it has become usable or unusable (`on_change`).
     """
     first = True
     while True:
         engine.poked = trio.Event()
-        before = engine.usable
+        before, identity = engine.usable, _identity(engine.about.meta)
         await look(engine, side_channel)
+        engine.tick()
         await engine.connections.expire()
         if engine.usable != before or first:
             _tell(engine)
-        if engine.usable != before or not engine.usable:
-            changed()  # whoever waits for it waits in vain, or no longer
+        if engine.usable != before or not engine.usable or _identity(engine.about.meta) != identity:
+            engine.on_change()  # whoever waits for it waits in vain, or no longer
         if first:
             task_status.started()
             first = False
@@ -82,7 +82,7 @@ async def look(engine: Engine, side_channel: SideChannel) -> None:
             engine.coordinates = None
             engine.about = await _about(engine, meta)
             if engine.role == "prefill":
-                engine.coordinates = await _learn_coordinates(engine, meta)
+                await _learn_coordinates(engine, meta)
     except (_UnusableError, EngineError) as error:
         engine.up = False
         engine.why = str(error)
@@ -135,36 +135,37 @@ async def _about(engine: Engine, meta: Meta | None) -> About:
     return About(version=number, model=first.id, max_model_len=first.max_model_len, meta=meta)
 
 
-async def _learn_coordinates(engine: Engine, meta: Meta | None) -> Coordinates:
-    """Id from the side channel, sizes from a one-token probe (it holds one block for the lease); the
+async def _learn_coordinates(engine: Engine, meta: Meta | None) -> None:
+    """Id from the side channel, sizes and mode from a one-token probe (it holds one block for the lease); the
     configuration's word is taken over both. All of it before any decode engine is told: a missing or wrong size
     kills that engine."""
     spec = engine.spec
     engine_id = spec.engine_id or (meta.engine_id if meta else None)
-    tp_size, pp_size, dcp_size = spec.tp_size, spec.pp_size, spec.dcp_size
-    if tp_size is None:
+    if spec.engine_id is not None and engine.rank is not None:
+        engine_id = f"{spec.engine_id}_dp{engine.rank}"  # as vLLM names its ranks
+    told: Told | None = None
+    if spec.tp_size is None:
         told = await _probe(engine)
-        probed, tp_size = told[0], told[1]
-        pp_size = pp_size or told[2]
-        dcp_size = dcp_size or told[3]
-        if engine_id is not None and probed != engine_id:
+        if engine_id is not None and told.remote_engine_id != engine_id:
             raise _UnusableError(
-                f"it calls itself {probed}, but {spec.side_channel} says {engine_id}: "
-                "that side channel is another engine's, or the configured engine_id is wrong"
+                f"it calls itself {told.remote_engine_id}, but {spec.side_channel.host}:{engine.side_channel[1]} says "
+                f"{engine_id}: that side channel is another engine's, or engine_id or dp_size is wrong here"
             )
+        engine.about = replace(engine.about, mode=told.transfer_mode)
+    tp_size = spec.tp_size or (told.tp_size if told else 1)
     assert engine_id is not None
     host, port = engine.side_channel
-    return Coordinates(
+    engine.coordinates = Coordinates(
         engine_id=engine_id,
         host=host,
         port=port,
         tp_size=tp_size,
-        pp_size=pp_size or 1,
-        dcp_size=dcp_size or (meta.dcp_size if meta else 1),
+        pp_size=spec.pp_size or (told.pp_size if told else 1),
+        dcp_size=spec.dcp_size or (told.dcp_size if told else meta.dcp_size if meta else 1),
     )
 
 
-async def _probe(engine: Engine) -> tuple[str, int, int, int]:
+async def _probe(engine: Engine) -> Told:
     body = {
         "model": engine.about.model,
         "prompt": "a",
@@ -175,15 +176,19 @@ async def _probe(engine: Engine) -> tuple[str, int, int, int]:
         "POST",
         "/v1/completions",
         content=msgspec.json.encode(body),
-        headers={"content-type": "application/json", "x-request-id": uuid4().hex},
+        headers={"content-type": "application/json", "x-request-id": uuid4().hex} | _rank_header(engine),
         within=PROBE_TIMEOUT,
     )
     if response.status_code != 200:
         raise _UnusableError(f"the one-token probe was answered {response.status_code}: {response.text[:200]}")
-    told = coordinates_in(response.content)
+    told = told_in(response.content)
     if told is None:
         raise _UnusableError(
             "it answers without kv_transfer_params: start it with "
             '--kv-transfer-config \'{"kv_connector": "NixlPushConnector", ...}\''
         )
     return told
+
+
+def _rank_header(engine: Engine) -> dict[str, str]:
+    return {} if engine.rank is None else {"x-data-parallel-rank": str(engine.rank)}

@@ -11,17 +11,22 @@ import logging
 import ssl
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from operator import attrgetter
+from random import getrandbits
 from typing import Protocol
 
 import trio
 
-from trio_pdproxy.config import Settings
+from trio_pdproxy.config import EngineSpec, Role, Settings
 from trio_pdproxy.core import routing
 from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.health import RetryBudget
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel, ZmqSideChannel
 from trio_pdproxy.engines.engine import Engine
 from trio_pdproxy.engines.monitor import watch
+from trio_pdproxy.engines.roster import Roster
 
 log = logging.getLogger("trio_pdproxy.pool")
 
@@ -29,23 +34,35 @@ Taken = tuple[Engine, ...]
 """(prefill, decode), or (engine,) where one is enough."""
 
 
-_Wish = tuple[bool, frozenset[str]]
-"""(pair, avoid): what a request waits for."""
+@dataclass(frozen=True, slots=True)
+class Want:
+    """What a request asks of the pool."""
 
-_ANY_PAIR: _Wish = (True, frozenset())
-_ANY_ONE: _Wish = (False, frozenset())
+    pair: bool = True
+    """A prefill and a decode engine; else a decode engine alone."""
+    prefix: bytes = b""
+    """The prompt's beginning, for prefix_affinity."""
+    session: bytes | None = None
+    """The client's session header, for session_affinity."""
+    avoid: frozenset[str] = frozenset()
+    """Names of engines that failed this request already."""
 
 
 class _Waiter:
-    __slots__ = ("avoid", "event", "pair", "refused", "taken", "wish")
+    __slots__ = ("event", "number", "refused", "taken", "want")
 
-    def __init__(self, pair: bool, avoid: Collection[str]) -> None:
-        self.pair = pair
-        self.avoid = avoid
-        self.wish: _Wish = (pair, frozenset(avoid))
+    def __init__(self, want: Want, number: int) -> None:
+        self.want = want
+        self.number = number
         self.event = trio.Event()
         self.taken: Taken | None = None
         self.refused = False
+
+
+_Wish = tuple[bool, frozenset[str]]
+"""(pair, avoid): of those who wish for the same, the first is served or none is."""
+_ANY_PAIR: _Wish = (True, frozenset())
+_ANY_ONE: _Wish = (False, frozenset())
 
 
 class Front(Protocol):
@@ -69,64 +86,131 @@ class Pool:
         dial: Dial | None = None,
     ) -> None:
         self.settings = settings
-        self.prefill = [
-            Engine("prefill", spec, settings, ssl_context=ssl_context, dial=dial) for spec in settings.prefill
-        ]
-        self.decode = [Engine("decode", spec, settings, ssl_context=ssl_context, dial=dial) for spec in settings.decode]
+        self.roster = Roster(settings, self.changed, ssl_context=ssl_context, dial=dial)
+        self.retry_budget = RetryBudget(settings.retry_budget)
+        self._policies = (
+            routing.POLICIES[settings.prefill_policy],
+            routing.POLICIES[settings.decode_policy],
+        )
         self._side_channel = side_channel or ZmqSideChannel(settings.health_timeout)
-        self._waiters: dict[_Waiter, None] = {}  # in order of arrival
+        # The queue: those of one wish in order of arrival, so that one who cannot be served holds up only its like.
+        self._queue: dict[_Wish, dict[_Waiter, None]] = {}
+        self._arrivals = 0
+        self.waiting = 0
+        """Requests in the queue."""
         self._backs: set[trio.CancelScope] = set()
         self._fronts: set[Front] = set()
         self._turns = {True: 0, False: 0}  # pairs and single engines take turns each for themselves
+        self._nursery: trio.Nursery | None = None
+        self._watches: dict[Engine, trio.CancelScope] = {}
+
+    @property
+    def prefill(self) -> list[Engine]:
+        return self.roster.prefill
+
+    @property
+    def decode(self) -> list[Engine]:
+        return self.roster.decode
+
+    @property
+    def engines(self) -> list[Engine]:
+        return [*self.prefill, *self.decode]
 
     # -- life ------------------------------------------------------------------------------------
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Watch every engine until cancelled; started once each has been looked at for the first time."""
         try:
-            async with trio.open_nursery() as nursery:
+            async with trio.open_nursery() as self._nursery:
                 async with trio.open_nursery() as first:
                     for engine in self.engines:
-                        first.start_soon(nursery.start, watch, engine, self._side_channel, self.settings, self.changed)
+                        first.start_soon(self._nursery.start, self._watch, engine)
                 task_status.started()
-                nursery.start_soon(self._watch_fronts)
+                self._nursery.start_soon(self._watch_fronts)
         finally:
+            self._nursery = None
             with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
                 for engine in self.engines:
                     await engine.connections.shut()
 
-    @property
-    def engines(self) -> list[Engine]:
-        return [*self.prefill, *self.decode]
+    async def _watch(self, engine: Engine, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        with trio.CancelScope() as scope:
+            self._watches[engine] = scope
+            try:
+                await watch(engine, self._side_channel, self.settings, task_status)
+            finally:
+                del self._watches[engine]
+        if scope.cancelled_caught:
+            with trio.CancelScope(shield=True, deadline=trio.current_time() + 1):
+                await engine.connections.shut()
 
     def changed(self) -> None:
-        """An engine has become usable, or is no longer: waiting requests are looked at again."""
-        for waiter in list(self._waiters):
-            if not self._possible(waiter.pair, waiter.avoid):
-                waiter.refused = True
-                waiter.event.set()
-                del self._waiters[waiter]
+        """An engine or a pair has become usable, or is no longer: waiting requests are looked at again."""
+        self.roster.refresh()
+        for wish, waiters in list(self._queue.items()):
+            if not self._possible(*wish):
+                for waiter in list(waiters):
+                    waiter.refused = True
+                    self._dequeue(waiter)
         self._serve_waiters()
+
+    # -- changing the set ------------------------------------------------------------------------
+
+    def add(self, role: Role, spec: EngineSpec) -> list[Engine]:
+        """Add an engine (all its ranks); it is used once it has been looked at and is found fit. Raises `ValueError`
+        where its name or its address is taken."""
+        assert self._nursery is not None, "the pool is not running"
+        engines = self.roster.add(role, spec)
+        for engine in engines:
+            self._nursery.start_soon(self._watch, engine)
+        log.info("%s engine %s is added", role, spec.name)
+        return engines
+
+    def drain(self, name: str) -> list[Engine]:
+        """Give an engine (all its ranks) no new requests; what it has in hand, debts included, may finish. Raises
+        `KeyError`. `engine.idle` is set once it has nothing any more."""
+        engines = self.roster.named(name)
+        for engine in engines:
+            if not engine.draining:
+                engine.draining = True
+                engine.why = "it is draining"
+                log.info("%s engine %s is draining: %d in hand", engine.role, engine.name, engine.inflight)
+            self._note_idle(engine)
+        self.changed()
+        return engines
+
+    async def remove(self, name: str) -> None:
+        """Drain an engine, wait until it has nothing in hand, forget it. Raises `KeyError`."""
+        engines = self.drain(name)
+        for engine in engines:
+            await engine.idle.wait()
+        for engine in engines:
+            if engine in self._watches:
+                self._watches[engine].cancel("removed")
+            self.roster.discard(engine)
+        log.info("engine %s is removed", name)
+
+    def _note_idle(self, engine: Engine) -> None:
+        if engine.draining and engine.inflight == 0:
+            engine.idle.set()
 
     # -- places ----------------------------------------------------------------------------------
 
-    async def take(self, *, pair: bool, avoid: Collection[str] = ()) -> Taken:
+    async def take(self, want: Want) -> Taken:
         """A place at a usable pair (or at one decode engine), waiting for it in the queue if need be.
 
         Who takes gives back: `give_back(engine)` for each, once. Raises `ProxyError` 503 where no engine
         could serve however long one waits, 429 where the queue is full or its deadline has passed.
         """
-        if self._waiters:
-            self._serve_waiters()
+        self._serve_waiters()
         # Who still waits then waits for something else than what is free: no reason to stand behind it.
-        if taken := self._choose(pair, avoid):
+        if taken := self._choose(want):
             return taken
-        if not self._possible(pair, avoid):
-            raise self.unavailable(pair)
-        if len(self._waiters) >= self.settings.queue_size:
+        if not self._possible(want.pair, want.avoid):
+            raise self.unavailable(want.pair)
+        if self.waiting >= self.settings.queue_size:
             raise _overloaded("all engines are busy and the queue is full", "queue_full")
-        waiter = _Waiter(pair, avoid)
-        self._waiters[waiter] = None
+        waiter = self._enqueue(want)
         try:
             with trio.move_on_after(self.settings.queue_timeout):
                 await waiter.event.wait()
@@ -135,21 +219,90 @@ class Pool:
                 self.give_back(engine)
             raise
         finally:
-            self._waiters.pop(waiter, None)
+            self._dequeue(waiter)
         if waiter.taken is not None:
             return waiter.taken
         if waiter.refused:
-            raise self.unavailable(pair)
+            raise self.unavailable(want.pair)
         raise _overloaded(f"no engine became free within {self.settings.queue_timeout:g} s", "queue_timeout")
+
+    def _enqueue(self, want: Want) -> _Waiter:
+        self._arrivals += 1
+        waiter = _Waiter(want, self._arrivals)
+        self._queue.setdefault((want.pair, want.avoid), {})[waiter] = None
+        self.waiting += 1
+        return waiter
+
+    def _dequeue(self, waiter: _Waiter) -> None:
+        """Take it out of the queue, if it is still there, and wake it."""
+        wish = waiter.want.pair, waiter.want.avoid
+        waiters = self._queue.get(wish, {})
+        if waiter in waiters:
+            del waiters[waiter]
+            self.waiting -= 1
+            if not waiters:
+                del self._queue[wish]
+            waiter.event.set()
+
+    def _serve_waiters(self) -> None:
+        """Give what is free to those who wait, the longest first."""
+        stuck: set[_Wish] = set()
+        while len(stuck) < len(self._queue):
+            heads = [next(iter(waiters)) for wish, waiters in self._queue.items() if wish not in stuck]
+            waiter = min(heads, key=_number)
+            wish = waiter.want.pair, waiter.want.avoid
+            # Nobody can be served where no decode engine has a place, no pair where none has places.
+            if _ANY_ONE in stuck or (wish[0] and _ANY_PAIR in stuck) or (taken := self._choose(waiter.want)) is None:
+                stuck.add(wish)
+            else:
+                waiter.taken = taken
+                self._dequeue(waiter)
+
+    def claim(self, *engines: Engine) -> None:
+        """Take a place at each of these very engines, whatever its cap."""
+        for engine in engines:
+            engine.inflight += 1
 
     @contextmanager
     def place(self, engine: Engine) -> Iterator[None]:
         """One more place at `engine`, whatever its cap: for a rescue, which frees more than it takes."""
-        engine.inflight += 1
+        self.claim(engine)
         try:
             yield
         finally:
             self.give_back(engine)
+
+    def give_back(self, engine: Engine) -> None:
+        engine.inflight -= 1
+        assert engine.inflight >= 0, f"a place at {engine.name} was given back twice"
+        self._note_idle(engine)
+        if self._queue:
+            self._serve_waiters()
+
+    def _choose(self, want: Want) -> Taken | None:
+        wish = routing.Wish(
+            turn=self._turns[want.pair],
+            prefix=routing.stable_hash(want.prefix),
+            session=None if want.session is None else routing.stable_hash(want.session),
+            draw=getrandbits(64),
+        )
+        taken: Taken | None
+        if want.pair:
+            taken = routing.choose_pair(self.roster.pairs, wish, want.avoid, policies=self._policies)
+        else:
+            one = routing.choose_one(self.roster.receivers, wish, want.avoid, policy=self._policies[1])
+            taken = None if one is None else (one,)
+        if taken is not None:
+            self._turns[want.pair] += 1
+            self.claim(*taken)
+        return taken
+
+    def _possible(self, pair: bool, avoid: Collection[str] = ()) -> bool:
+        if pair:
+            return routing.any_pair(self.roster.pairs, avoid)
+        return routing.any_one(self.roster.receivers, avoid)
+
+    # -- who must not hold engines for ever ------------------------------------------------------
 
     @contextmanager
     def streaming(self, front: Front) -> Iterator[None]:
@@ -187,74 +340,13 @@ class Pool:
         for scope in self._backs:
             scope.cancel("the process ends")
 
-    def give_back(self, engine: Engine) -> None:
-        engine.inflight -= 1
-        assert engine.inflight >= 0, f"a place at {engine.name} was given back twice"
-        if self._waiters:
-            self._serve_waiters()
-
-    @property
-    def waiting(self) -> int:
-        """Requests in the queue."""
-        return len(self._waiters)
-
-    def _choose(self, pair: bool, avoid: Collection[str]) -> Taken | None:
-        taken: Taken | None
-        if pair:
-            taken = routing.choose_pair(self.prefill, self.decode, self._turns[pair], avoid)
-        else:
-            one = routing.choose_one(self.decode, self._turns[pair], avoid)
-            taken = None if one is None else (one,)
-        if taken is not None:
-            self._turns[pair] += 1
-            for engine in taken:
-                engine.inflight += 1
-        return taken
-
-    def _possible(self, pair: bool, avoid: Collection[str]) -> bool:
-        if pair:
-            return routing.any_pair(self.prefill, self.decode, avoid)
-        return routing.any_one(self.decode, avoid)
-
-    def _serve_waiters(self) -> None:
-        stuck: set[_Wish] = set()  # the same wish behind one that cannot be served
-        for waiter in list(self._waiters):
-            if waiter.wish in stuck or (waiter.pair and _ANY_PAIR in stuck):
-                continue
-            waiter.taken = self._choose(waiter.pair, waiter.avoid)
-            if waiter.taken is None:
-                if waiter.wish == _ANY_ONE:
-                    break  # no decode engine has a place: nobody can be served
-                stuck.add(waiter.wish)
-                continue
-            del self._waiters[waiter]
-            waiter.event.set()
-
     # -- what can be said of it ------------------------------------------------------------------
 
     def missing(self, pair: bool = True) -> list[str]:
         """Why no pair (or, not `pair`, no decode engine) is usable, one sentence each; empty if one is."""
-        if self._possible(pair, ()):
+        if self._possible(pair):
             return []
-        reasons = []
-        for role, engines in (("prefill", self.prefill), ("decode", self.decode)):
-            if role == "prefill" and not pair:
-                continue
-            if not any(e.usable for e in engines):
-                each = "; ".join(f"{e.name}: {e.why}" for e in engines)
-                reasons.append(f"no usable {role} engine ({each})")
-        if not reasons:
-            reasons.append(self._incompatible())
-        return reasons
-
-    def _incompatible(self) -> str:
-        p = next(e for e in self.prefill if e.usable)
-        d = next(e for e in self.decode if e.usable)
-        return (
-            f"prefill engine {p.name} ({p.about.words()}) and decode engine {d.name} ({d.about.words()}) cannot pair: "
-            "their NIXL compatibility hashes differ. Start both with the same vLLM version, the same --model text, "
-            "the same KV cache dtype, layout and attention backend, and both with NixlPushConnector"
-        )
+        return self.roster.missing(pair)
 
     def unavailable(self, pair: bool) -> ProxyError:
         return ProxyError(
@@ -264,6 +356,9 @@ class Pool:
             code="no_usable_engine",
             retry_after=max(1, round(self.settings.health_interval)),
         )
+
+
+_number = attrgetter("number")
 
 
 def _overloaded(message: str, code: str) -> ProxyError:

@@ -2,5 +2,6 @@
 
 from trio_pdproxy.exchange.run import run_exchange
 from trio_pdproxy.exchange.sink import Sink
+from trio_pdproxy.exchange.warmup import keep_warm
 
-__all__ = ["Sink", "run_exchange"]
+__all__ = ["Sink", "keep_warm", "run_exchange"]

@@ -17,10 +17,11 @@ from __future__ import annotations
 import logging
 from math import inf
 
+import msgspec
 import trio
 
 from trio_pdproxy.config import RESCUE_MARGIN
-from trio_pdproxy.core.plan import Plan
+from trio_pdproxy.core.plan import Plan, transfer_params_in
 from trio_pdproxy.core.report import DispatchReport, LegReport
 from trio_pdproxy.core.verdict import Debt, Decode, Facts, Prefill, Step, Verdict, decide
 from trio_pdproxy.engines.engine import Engine
@@ -73,6 +74,8 @@ class Dispatch:
         self._settings = pool.settings
         self._request_deadline = request_deadline
         self._coordinates = prefill.coordinates if prefill else None
+        self.pull = prefill is not None and prefill.about.mode == "pull"
+        self._transfer_params: msgspec.Raw | None = None
         # The facts. Where one engine does it all, the prefill leg is one that has nothing left to do.
         self._prefill = Prefill.UNSENT if prefill else Prefill.OK
         self._decode = Decode.UNSENT
@@ -135,6 +138,9 @@ class Dispatch:
             if (connection := await self._take_decode()) is not None:
                 await self._send_decode(connection, self._request(self.decode, self.plan.alone_body()))
             return
+        if self.pull:
+            await self._open_pull(self.prefill)
+            return
         prefill, decode = await self._take_prefill(), None
         try:
             if prefill is None or (decode := await self._take_decode()) is None:
@@ -158,6 +164,27 @@ class Dispatch:
             if decode is not None:
                 await self.decode.connections.close(decode)  # noqa: ASYNC102
 
+    async def _open_pull(self, engine: Engine) -> None:
+        """The legs one after the other, for engines in pull mode: the decode engine is handed what the prefill engine
+        says, and fetches. It holds nothing before that, so nothing is owed to it: whoever leaves ends both legs."""
+        connection = await self._take_prefill()
+        if connection is None:
+            return
+        request = self._request(engine, self.plan.prefill_body(self.id))
+        connection, sent = await self._send_prefill(connection, request)
+        if connection is None:
+            return
+        with trio.CancelScope(deadline=min(self._prefill_deadline, self._request_deadline)) as scope:
+            await self._prefill_leg(connection, request[sent:], request)
+        self._return_prefill()
+        if scope.cancelled_caught:
+            self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
+        if self._prefill is not Prefill.OK or self._transfer_params is None:
+            return
+        # At once: the engine keeps the blocks for its lease only, and what is fetched after that may be another's.
+        if (decode := await self._take_decode()) is not None:
+            await self._send_decode(decode, self._request(self.decode, self.plan.pull_body(self._transfer_params)))
+
     async def _take_prefill(self) -> Connection | None:
         assert self.prefill is not None
         try:
@@ -170,7 +197,7 @@ class Dispatch:
         try:
             return await self.decode.connections.take()
         except RefusedError as error:
-            self.decode.poked.set()
+            self.decode.failed(str(error))
             self._move(decode=Decode.REFUSED, reason=f"decode engine {self.decode.name}: {error}")
             return None
 
@@ -231,6 +258,8 @@ class Dispatch:
             (b"x-request-id", self.id.encode()),
             *self.plan.headers,
         ]
+        if engine.rank is not None:
+            headers.append((b"x-data-parallel-rank", str(engine.rank).encode()))
         if engine.authorization is not None and not any(name == b"authorization" for name, _ in headers):
             headers.append((b"authorization", engine.authorization))
         return memoryview(request_bytes(b"POST", self.plan.api.path.encode(), headers, body))
@@ -262,6 +291,7 @@ class Dispatch:
             return
         now = trio.current_time()
         if now >= silent:
+            self.decode.failed("it was silent for too long")
             self._move(decode=Decode.LATE, reason=f"decode engine {self.decode.name} was silent for too long")
         elif now >= late:
             self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
@@ -283,8 +313,10 @@ class Dispatch:
     def _spoke(self, outcome: Decode) -> None:
         assert self.decode_leg is not None
         reason = self.decode_leg.reason
-        if outcome is Decode.BROKEN:
-            self.decode.poked.set()
+        if outcome in (Decode.SPEAKING, Decode.DONE):
+            self.decode.succeeded()
+        elif outcome is Decode.FAILED or (outcome is Decode.BROKEN and not self.stale):
+            self.decode.failed(reason)
         self._move(decode=outcome, reason=f"decode engine {self.decode.name}: {reason}" if reason else None)
 
     async def _tie(self, verdict: Verdict) -> Verdict:
@@ -298,11 +330,19 @@ class Dispatch:
         return self.verdict
 
     @property
+    def stale(self) -> bool:
+        """The decode leg went out on a kept-alive connection that died under it: that says nothing of the engine."""
+        return self.report.decode.reused and self.report.decode.head is None
+
+    @property
     def left(self) -> bool:
         return self._leaving
 
-    def end_stream(self, *, complete: bool, reason: str | None = None) -> None:
+    def end_stream(self, *, complete: bool, reason: str | None = None, blame: str | None = None) -> None:
         """The relayed stream has ended: properly, or not."""
+        if blame is not None:
+            self.decode.failed(blame)
+            reason = f"decode engine {self.decode.name}: {blame}"
         self._move(decode=Decode.DONE if complete else Decode.CUT, reason=reason)
 
     # -- the front: leaving ----------------------------------------------------------------------
@@ -454,7 +494,11 @@ class Dispatch:
         assert self.prefill is not None and self._coordinates is not None  # noqa: PT018
         outcome = judge_prefill(answer, self._coordinates.engine_id)
         if outcome is Prefill.OK:
-            self._prefill_answered = trio.current_time()
+            self.prefill.succeeded()
+            if self.pull:
+                self._transfer_params = transfer_params_in(answer.body)
+            else:
+                self._prefill_answered = trio.current_time()
             self._move(prefill=Prefill.OK)
             return
         self.prefill_answer = answer
@@ -466,8 +510,8 @@ class Dispatch:
 
     def _prefill_failed(self, outcome: Prefill, why: str) -> None:
         assert self.prefill is not None
-        if outcome in (Prefill.REFUSED, Prefill.FAILED):
-            self.prefill.poked.set()
+        if outcome in (Prefill.REFUSED, Prefill.FAILED, Prefill.FOREIGN, Prefill.LATE):
+            self.prefill.failed(why)
         self._move(prefill=outcome, reason=f"prefill engine {self.prefill.name}: {why}")
 
     async def _pay(self) -> None:

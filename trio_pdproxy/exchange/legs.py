@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import trio
 
 from trio_pdproxy.core import sse
-from trio_pdproxy.core.plan import coordinates_in
+from trio_pdproxy.core.plan import told_in
 from trio_pdproxy.core.report import LegReport
 from trio_pdproxy.core.verdict import Decode, Prefill
 from trio_pdproxy.engines.wire import BrokenError, Connection, Head, Headers
@@ -96,8 +96,8 @@ class Body:
 def judge_prefill(answer: Answer, engine_id: str) -> Prefill:
     """What a prefill engine's answer means for a decode engine that was sent to `engine_id`."""
     if answer.status == 200:
-        told = coordinates_in(answer.body)
-        return Prefill.OK if told is not None and told[0] == engine_id else Prefill.FOREIGN
+        told = told_in(answer.body)
+        return Prefill.OK if told is not None and told.remote_engine_id == engine_id else Prefill.FOREIGN
     if answer.status in (429, 503):
         return Prefill.BUSY
     if 400 <= answer.status < 500:

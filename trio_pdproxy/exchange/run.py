@@ -30,19 +30,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import inf
+from random import random
 from uuid import uuid4
 
 import trio
 
 from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.health import back_off
 from trio_pdproxy.core.plan import Kind, Plan, without_kv_transfer_params
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.verdict import Decode, Instead, Prefill, Step, Verdict
-from trio_pdproxy.engines.pool import Pool
+from trio_pdproxy.engines.pool import Pool, Want
 from trio_pdproxy.engines.wire import BrokenError
 from trio_pdproxy.exchange.dispatch import Dispatch
 from trio_pdproxy.exchange.legs import Answer
 from trio_pdproxy.exchange.sink import Sink
+
+ANSWER_PIECE = 256 * 1024
+"""Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
 
 
 def new_dispatch_id() -> str:
@@ -79,21 +84,30 @@ class _Exchange:
         report.dropped = plan.dropped
 
     async def serve(self, legs: trio.Nursery) -> None:
+        # What only a cancellation leaves standing. It cannot be caught by its name: whoever opens a nursery (connecting
+        # does) may hand it on in a group.
+        self.report.outcome = "disconnect"
         try:
             await self._try_pairs(legs)
         except ProxyError as error:
             await self._answer_error(error)
-        except trio.Cancelled:
-            self.report.outcome = "disconnect"
+        except Exception:
+            self.report.outcome = "error"
             raise
         finally:
             self.report.last_byte = trio.current_time()
 
     async def _try_pairs(self, legs: trio.Nursery) -> None:
         """Try pairs until one has a verdict that is not to try another; raises `ProxyError` where that is ours."""
-        avoid: set[str] = set()
+        avoid: frozenset[str] = frozenset()
         failure: ProxyError | Answer | None = None
-        for _ in range(self.pool.settings.attempts):
+        budget = self.pool.retry_budget
+        budget.earn()
+        for attempt in range(self.pool.settings.attempts):
+            if attempt:
+                if not budget.spend():
+                    break
+                await trio.sleep(back_off(attempt, random()))
             try:
                 dispatch = await self._lease(avoid)
             except ProxyError as error:
@@ -113,7 +127,7 @@ class _Exchange:
                     await self._conclude(dispatch, verdict)
                     return
                 failure = self._instead(dispatch, verdict)
-                avoid.update(_at_fault(dispatch))
+                avoid |= _at_fault(dispatch)
             finally:
                 await dispatch.leave(settled_as)  # noqa: ASYNC102  shielded inside, and waits for nobody
         assert failure is not None
@@ -121,15 +135,30 @@ class _Exchange:
             raise failure
         await self._answer(failure, self._outcome_of(failure.status))
 
-    async def _lease(self, avoid: set[str]) -> Dispatch:
-        pair = self.plan.kind is Kind.PUSH
-        taken = await self.pool.take(pair=pair, avoid=avoid)
+    async def _lease(self, avoid: frozenset[str]) -> Dispatch:
+        """A place at the next pair; at a decode engine alone where the plan says so, or where it must."""
+        plan = self.plan
+        try:
+            taken = await self.pool.take(self._want(plan.kind is Kind.PUSH, avoid))
+        except ProxyError as error:
+            if error.status != 503 or plan.kind is not Kind.PUSH or self.pool.settings.fallback != "decode_only":
+                raise
+            plan = plan.alone("no usable prefill engine")
+            taken = await self.pool.take(self._want(False, avoid))
+        if len(taken) == 2 and plan.several and taken[0].about.mode == "pull":
+            # A pulling decode engine dies of more than one prompt's transfers in one request (vLLM 0.32).
+            self.pool.give_back(taken[0])
+            taken, plan = taken[1:], plan.alone("several sequences in pull mode")
         if self.report.leased is None:
             self.report.leased = trio.current_time()
-        prefill, decode = taken if pair else (None, taken[0])
-        dispatch = Dispatch(self.plan, self.new_id(), prefill, decode, self.pool, request_deadline=self.deadline)
+        prefill, decode = taken if len(taken) == 2 else (None, taken[0])
+        dispatch = Dispatch(plan, self.new_id(), prefill, decode, self.pool, request_deadline=self.deadline)
+        self.report.kind = "pull" if dispatch.pull else plan.kind.value
         self.report.dispatches.append(dispatch.report)
         return dispatch
+
+    def _want(self, pair: bool, avoid: frozenset[str]) -> Want:
+        return Want(pair=pair, prefix=self.plan.prefix, session=self.plan.session, avoid=avoid)
 
     # -- what the client gets --------------------------------------------------------------------
 
@@ -182,7 +211,7 @@ class _Exchange:
             await self._finish(dispatch)
             self.report.outcome = "decode_error" if leg.error_seen else "ok"
             return
-        dispatch.end_stream(complete=False, reason=f"decode engine {dispatch.decode.name}: {broken}")
+        dispatch.end_stream(complete=False, blame=broken)
         self.report.outcome = "cut"
         cut = ProxyError(
             f"the decode engine's stream broke off: {broken}",
@@ -205,12 +234,14 @@ class _Exchange:
         await self._answer(Answer(answer.status, answer.headers, without_kv_transfer_params(answer.body)), "ok")
 
     async def _answer(self, answer: Answer, outcome: str) -> None:
-        """An engine's answer, verbatim."""
-        with trio.move_on_after(self.pool.settings.write_timeout) as scope:
+        """An engine's answer, verbatim. A client that takes no piece of it within `write_timeout` gets no more."""
+        patience = self.pool.settings.write_timeout
+        with trio.CancelScope(deadline=trio.current_time() + patience) as scope:
             length = (b"content-length", str(len(answer.body)).encode())
             await self._start(answer.status, [*answer.headers, length])
-            if answer.body:
-                await self._write(answer.body)
+            for start in range(0, len(answer.body), ANSWER_PIECE):
+                scope.deadline = trio.current_time() + patience
+                await self._write(answer.body[start : start + ANSWER_PIECE])
             await self.sink.finish()
         self.report.outcome = "cut" if scope.cancelled_caught else outcome
 
@@ -279,8 +310,8 @@ def _name(dispatch: Dispatch) -> str:
 def _at_fault(dispatch: Dispatch) -> set[str]:
     """The engine that another try had better do without."""
     prefill, decode = dispatch.outcomes
-    if decode is Decode.BROKEN and dispatch.report.decode.reused and dispatch.report.decode.head is None:
-        return set()  # a kept-alive connection that died under the request says nothing of the engine
+    if decode is Decode.BROKEN and dispatch.stale:
+        return set()
     if decode in (Decode.REFUSED, Decode.FAILED, Decode.BROKEN):
         return {dispatch.decode.name}
     if prefill in (Prefill.REFUSED, Prefill.BUSY, Prefill.FAILED, Prefill.FOREIGN):

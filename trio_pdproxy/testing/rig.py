@@ -140,7 +140,7 @@ async def open_rig_on(
         prefill=[spec_of(e, **(prefill_spec or {})) for e in cluster.prefill[:prefill]],
         decode=[spec_of(e) for e in cluster.decode],
         bind="127.0.0.1:0",
-        **settings,
+        **({"warm_up": False} | settings),
     )
     app = create_app(configured)
     async with serving(app, configured) as url, open_client(url, timeout=30) as client:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import ssl
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from importlib.metadata import version
+from pathlib import Path
 
 import trio
 from quart_trio import QuartTrio
@@ -21,6 +23,8 @@ from trio_pdproxy.observe.metrics import EngineState, Metrics
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
 from trio_pdproxy.web.routes import routes
+
+Watched = tuple[Path, Callable[[], Settings]]
 
 RECENT = 256
 """Reports kept in memory: about 2 KiB each."""
@@ -46,6 +50,7 @@ class ProxyApp(QuartTrio):
         side_channel: SideChannel | None = None,
         dial: Dial | None = None,
         ssl_context: ssl.SSLContext | None = None,
+        watched: Watched | None = None,
     ) -> None:
         super().__init__("trio_pdproxy")
         # Bounds of ours are kept elsewhere, per leg and per write; Quart's would cut every stream after a minute.
@@ -57,6 +62,9 @@ class ProxyApp(QuartTrio):
         self._dial = dial
         self._ssl_context = ssl_context
         self._configured = False
+        self.watched = watched
+        """The configuration file, and how to read it again."""
+        self.started = trio.Event()
         self.metrics = Metrics(self._engine_states, lambda: self.pool.waiting if self._configured else 0)
         self.quiescing = False
         """Asked to stop: running requests go on, /ready says 503."""
@@ -73,6 +81,8 @@ class ProxyApp(QuartTrio):
     def configure(self, environ: Mapping[str, str]) -> None:
         """Read the settings (unless they were given) and make the pool. Raises `ConfigError`."""
         self.settings = self._given or load_settings(environ=environ)
+        if self._given is None and environ.get("PDPROXY_CONFIG"):
+            self.watched = Path(environ["PDPROXY_CONFIG"]), partial(load_settings, environ=environ)
         if self._given is None:
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
@@ -80,6 +90,7 @@ class ProxyApp(QuartTrio):
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True
+        self.started.set()
 
     def core_failed(self, why: str) -> None:
         self.failure = why
@@ -114,7 +125,7 @@ class ProxyApp(QuartTrio):
             "uptime": trio.current_time() - self.started_at,
             "ready": not self.missing(),
             "missing": self.missing(),
-            "policy": {"prefill": "round_robin", "decode": "round_robin"},
+            "policy": {"prefill": self.settings.prefill_policy, "decode": self.settings.decode_policy},
             "active": self.active,
             "waiting": self.pool.waiting,
             "engines": [engine.status() for engine in self.pool.engines],
@@ -140,10 +151,12 @@ def create_app(
     side_channel: SideChannel | None = None,
     dial: Dial | None = None,
     ssl_context: ssl.SSLContext | None = None,
+    watched: Watched | None = None,
 ) -> ProxyApp:
     """The proxy as an ASGI app for Hypercorn's trio worker.
 
     Without `settings` they are read at startup from the environment and the file it names. `side_channel` and `dial`
-    replace how engines are asked and reached (tests); `ssl_context` is for https engines.
+    replace how engines are asked and reached (tests); `ssl_context` is for https engines. `watched`: a
+    configuration file whose edits are applied while serving, and how the settings are read again from it.
     """
-    return ProxyApp(settings, side_channel=side_channel, dial=dial, ssl_context=ssl_context)
+    return ProxyApp(settings, side_channel=side_channel, dial=dial, ssl_context=ssl_context, watched=watched)

@@ -72,7 +72,14 @@ class ProxyConnection(TrioASGIHTTPConnection):
         try:
             if pool is None:
                 raise self.app.not_serving()
-            plan = read_plan(api, await self._read_body(receive), self.scope["headers"])
+            settings = self.app.settings
+            plan = read_plan(
+                api,
+                await self._read_body(receive),
+                self.scope["headers"],
+                session_header=settings.affinity_header.encode(),
+                min_prefill_tokens=settings.min_prefill_tokens,
+            )
         except ProxyError as error:
             report.status, report.outcome = error.status, _outcome(error)
             await answer(send, error, report.request_id)

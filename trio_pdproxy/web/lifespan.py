@@ -15,6 +15,8 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, LifespanScop
 
 from trio_pdproxy.config import ConfigError
 from trio_pdproxy.core.errors import only
+from trio_pdproxy.engines.discovery.file import watch_file
+from trio_pdproxy.exchange import keep_warm
 
 if TYPE_CHECKING:
     from trio_pdproxy.web.app import ProxyApp
@@ -39,6 +41,10 @@ class Lifespan:
             async with trio.open_nursery() as nursery:
                 self.app.nursery = nursery
                 nursery.start_soon(self.app.pool.run)
+                if self.app.watched is not None:
+                    nursery.start_soon(watch_file, self.app.pool, *self.app.watched)
+                if self.app.settings.warm_up:
+                    nursery.start_soon(keep_warm, self.app.pool)
                 await self.app.startup()
                 started = True
                 await send({"type": "lifespan.startup.complete"})
