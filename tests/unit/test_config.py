@@ -254,9 +254,7 @@ def test_keys_that_are_no_names() -> None:
 def test_settle_follows_prefill() -> None:
     assert settings(prefill_timeout=60).settle_timeout == 60
     assert settings(prefill_timeout=60, settle_timeout=90).settle_timeout == 90
-    assert refused(prefill_timeout="x") == [
-        "write a duration in seconds, or with a unit: 500ms, 30s, 2m, 1h, not 'x'"
-    ]
+    assert refused(prefill_timeout="x") == ["write a duration in seconds, or with a unit: 500ms, 30s, 2m, 1h, not 'x'"]
 
 
 @pytest.mark.parametrize(
@@ -267,16 +265,12 @@ def test_durations(written: object, seconds: float) -> None:
     assert settings(request_timeout=5000, idle_timeout=written).idle_timeout == seconds
 
 
-@pytest.mark.parametrize(
-    "wrong", ["", "s", "1d", "1 2s", True, float("inf"), float("nan"), [1], 10**400, 0, "-1"]
-)
+@pytest.mark.parametrize("wrong", ["", "s", "1d", "1 2s", True, float("inf"), float("nan"), [1], 10**400, 0, "-1"])
 def test_durations_refused(wrong: object) -> None:
     assert len(refused(idle_timeout=wrong)) == 1
 
 
-@pytest.mark.parametrize(
-    ("written", "size"), [("64KiB", 65536), ("1 GiB", 2**30), ("2MB", 2000000), (4096, 4096)]
-)
+@pytest.mark.parametrize(("written", "size"), [("64KiB", 65536), ("1 GiB", 2**30), ("2MB", 2000000), (4096, 4096)])
 def test_sizes(written: object, size: int) -> None:
     assert settings(body_limit=written).body_limit == size
 
@@ -566,9 +560,7 @@ def test_no_engines_at_all() -> None:
 
 
 def test_a_file_that_cannot_be_read_is_the_only_thing_missing(tmp_path: Path) -> None:
-    assert problems(tmp_path / "none", {}) == [
-        ("--config", f"cannot read {tmp_path}/none: No such file or directory")
-    ]
+    assert problems(tmp_path / "none", {}) == [("--config", f"cannot read {tmp_path}/none: No such file or directory")]
     found = problems(environ={"PDPROXY_CONFIG": str(tmp_path), "PDPROXY_LEASE": "x"})
     assert [place for place, _ in found] == ["PDPROXY_CONFIG", "PDPROXY_LEASE"]
     (tmp_path / "latin").write_bytes(b"# \xe9\n")

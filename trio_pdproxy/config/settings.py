@@ -217,8 +217,8 @@ class Settings(BaseModel):
     admin_token_file: Path | None = Field(default=None, description="A file that holds admin_token.")
     admin_allow: v.Texts = Field(
         default=(),
-        description="Where engines that are added by the admin paths may be: host names, *.domain, addresses and networks "
-        "(10.0.0.0/8), separated by commas. Empty: nowhere. Link-local addresses never are.",
+        description="Where engines that are added by the admin paths may be: host names, *.domain, addresses and "
+        "networks (10.0.0.0/8), separated by commas. Empty: nowhere. Link-local addresses never are.",
         json_schema_extra={"shown_default": "nowhere"},
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], v.Lower] = Field(

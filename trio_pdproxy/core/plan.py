@@ -199,8 +199,8 @@ def read_plan(
 
     `headers` are the client's, names in lower case; `session_header` is the one that names a session. A prompt of
     fewer than about `min_prefill_tokens` is planned for a decode engine alone. Raises `ProxyError` (400 or 415) with
-    the place and what to do; nothing has been sent anywhere then. Only what the proxy itself must read is checked: the rest
-    is the engines' to judge, and their answer is passed on.
+    the place and what to do; nothing has been sent anywhere then. Only what the proxy itself must read is checked: the
+    rest is the engines' to judge, and their answer is passed on.
     """
     headers = tuple(headers)
     _check_content_type(headers)

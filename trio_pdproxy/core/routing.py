@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
 from operator import attrgetter
 from typing import Protocol, TypeVar
@@ -21,6 +22,10 @@ for. Some hundred tokens: longer than what all chats begin with, shorter than mo
 LOAD_BOUND = 1.25
 """An engine preferred for affinity is passed over while it has more than this times the mean number in flight, so that
 one hot prefix cannot drown it (consistent hashing with bounded loads, Mirrokni et al. 2018)."""
+
+
+SLOTS = 4096
+"""Keys are told apart by this many values: enough for hundreds of engines to have even shares, few enough to remember."""
 
 
 class Candidate(Protocol):
@@ -109,16 +114,17 @@ def _preferred(candidates: Sequence[C], key: int) -> C:
     """Rendezvous hashing: each engine bids with a hash of key and itself, the highest that is not overloaded wins. An
     engine that comes or goes moves no key but its own."""
     limit = LOAD_BOUND * (sum(map(_inflight, candidates)) + 1) / len(candidates)
+    for index in _ranking(key % SLOTS, tuple(map(_seed, candidates))):
+        if candidates[index].inflight < limit:
+            return candidates[index]
+    raise AssertionError("the least busy has at most the mean")
 
-    # hash() of a tuple of ints is the same in every process: only strings are salted.
-    def bid(candidate: C) -> int:
-        return hash((key, candidate.seed))
 
-    best = max(candidates, key=bid)
-    if best.inflight < limit:
-        return best
-    # There is always one: the least busy has at most the mean.
-    return max((c for c in candidates if c.inflight < limit), key=bid)
+@lru_cache(maxsize=SLOTS)
+def _ranking(slot: int, seeds: tuple[int, ...]) -> tuple[int, ...]:
+    """The bidders by their bids, highest first. Remembered: it is the same for every request of a slot."""
+    bids = [int.from_bytes(blake2b(b"%d %d" % (slot, seed), digest_size=8).digest(), "big") for seed in seeds]
+    return tuple(sorted(range(len(seeds)), key=bids.__getitem__, reverse=True))
 
 
 def stable_hash(data: bytes) -> int:
@@ -185,3 +191,4 @@ def free(candidates: Iterable[C], avoid: Collection[str] = ()) -> list[C]:
 
 
 _inflight = attrgetter("inflight")
+_seed = attrgetter("seed")
