@@ -435,8 +435,10 @@ def test_other_content_types_are_answered_415_before_any_engine_is_asked(headers
 
 def test_a_prefill_answer_tells_who_it_was() -> None:
     told = {"remote_engine_id": "e", "tp_size": 2, "pp_size": 3, "dcp_size": 4, "remote_block_ids": [[1]], "more": None}
-    assert plans.told_in(json.dumps({"id": "x", "kv_transfer_params": told}).encode()) == ("e", 2, 3, 4)
-    assert plans.told_in(b'{"kv_transfer_params":{"remote_engine_id":"e"}}') == ("e", 1, 1, 1)
+    assert plans.told_in(json.dumps({"id": "x", "kv_transfer_params": told}).encode()) == plans.Told(
+        "e", 2, 3, 4, "pull"
+    )
+    assert plans.told_in(b'{"kv_transfer_params":{"remote_engine_id":"e"}}') == plans.Told("e")
 
 
 @pytest.mark.parametrize(

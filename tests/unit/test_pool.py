@@ -17,7 +17,7 @@ from trio_pdproxy.core.errors import Fault, ProxyError
 from trio_pdproxy.core.plan import Coordinates
 from trio_pdproxy.engines.coordinates import Meta, SideChannelError
 from trio_pdproxy.engines.engine import About, Engine
-from trio_pdproxy.engines.pool import Pool, Taken
+from trio_pdproxy.engines.pool import Pool, Taken, Want
 
 
 def make(prefill: int = 1, decode: int = 1, *, cap: int = 1, **more: Any) -> Pool:
@@ -28,11 +28,18 @@ def make(prefill: int = 1, decode: int = 1, *, cap: int = 1, **more: Any) -> Poo
                 f"http://127.0.0.1:{8100 + i};name=p{i};side_channel=127.0.0.1:{5600 + i}" for i in range(prefill)
             ],
             decode=[f"http://127.0.0.1:{8200 + i};name=d{i};side_channel=127.0.0.1:{5700 + i}" for i in range(decode)],
-            **{"prefill_max_inflight": cap, "decode_max_inflight": cap} | more,
+            **{
+                "prefill_max_inflight": cap,
+                "decode_max_inflight": cap,
+                "warm_up": False,
+                "decode_policy": "round_robin",
+            }
+            | more,
         )
     )
     for engine in pool.engines:
         bring_up(engine)
+    pool.changed()
     return pool
 
 
@@ -68,7 +75,7 @@ class Request:
     async def _run(self) -> None:
         with self.scope:
             try:
-                self.taken = await self.pool.take(pair=self.pair, avoid=self.avoid)
+                self.taken = await self.pool.take(Want(pair=self.pair, avoid=frozenset(self.avoid)))
             except ProxyError as error:
                 self.error = error
         self.over.set()
@@ -87,11 +94,11 @@ async def settle() -> None:
 
 async def test_a_pair_has_a_place_at_both_and_one_engine_is_a_decode_engine() -> None:
     pool = make()
-    pair = await pool.take(pair=True)
+    pair = await pool.take(Want(pair=True))
     assert names(pair) == ["p0", "d0"]
     assert [engine.inflight for engine in pool.engines] == [1, 1]
     give_back(pool, pair)
-    one = await pool.take(pair=False)
+    one = await pool.take(Want(pair=False))
     assert names(one) == ["d0"]
     assert [engine.inflight for engine in pool.engines] == [0, 1]
     give_back(pool, one)
@@ -100,7 +107,7 @@ async def test_a_pair_has_a_place_at_both_and_one_engine_is_a_decode_engine() ->
 
 async def test_a_place_given_back_twice_is_a_bug_that_is_seen() -> None:
     pool = make()
-    taken = await pool.take(pair=False)
+    taken = await pool.take(Want(pair=False))
     give_back(pool, taken)
     with pytest.raises(AssertionError, match="d0 was given back twice"):
         give_back(pool, taken)
@@ -110,7 +117,7 @@ async def test_each_engine_has_its_turn() -> None:
     pool = make(2, 3, cap=100)
     seen: Counter[str] = Counter()
     for _ in range(12):
-        seen.update(names(await pool.take(pair=True)))
+        seen.update(names(await pool.take(Want(pair=True))))
     assert seen == {"p0": 6, "p1": 6, "d0": 4, "d1": 4, "d2": 4}
 
 
@@ -118,20 +125,20 @@ async def test_pairs_and_single_engines_do_not_take_each_others_turns() -> None:
     pool = make(2, 2, cap=100)
     seen: Counter[str] = Counter()
     for _ in range(10):
-        seen.update(names(await pool.take(pair=True)))
-        await pool.take(pair=False)
+        seen.update(names(await pool.take(Want(pair=True))))
+        await pool.take(Want(pair=False))
     assert seen == {"p0": 5, "p1": 5, "d0": 5, "d1": 5}
 
 
 async def test_the_avoided_are_not_taken_even_where_nothing_else_is_free() -> None:
     pool = make(2, 2, cap=100)
     for _ in range(6):
-        assert names(await pool.take(pair=True, avoid=("p0", "d1"))) == ["p1", "d0"]
+        assert names(await pool.take(Want(pair=True, avoid=frozenset(("p0", "d1"))))) == ["p1", "d0"]
 
 
 async def test_a_rescues_place_is_beyond_the_cap_and_returns() -> None:
     pool = make()
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     with pool.place(taken[0]):
         assert taken[0].inflight == 2
     with pytest.raises(KeyError), pool.place(taken[0]):
@@ -158,8 +165,9 @@ async def test_where_no_engine_could_serve_the_refusal_is_at_once_and_says_why(
     for engine in pool.engines:
         if engine.name in down:
             engine.up, engine.why = False, "it is down"
+    pool.changed()
     with pytest.raises(ProxyError) as caught:
-        await pool.take(pair=pair)
+        await pool.take(Want(pair=pair))
     error = caught.value
     assert (error.status, error.code, error.retry_after, error.fault) == (503, "no_usable_engine", 7, Fault.PROXY)
     assert error.message == words
@@ -169,23 +177,25 @@ async def test_where_no_engine_could_serve_the_refusal_is_at_once_and_says_why(
 async def test_a_prefill_engine_that_is_down_does_not_keep_one_from_a_decode_engine() -> None:
     pool = make()
     pool.prefill[0].up = False
+    pool.changed()
     assert pool.missing(pair=False) == []
-    assert names(await pool.take(pair=False)) == ["d0"]
+    assert names(await pool.take(Want(pair=False))) == ["d0"]
 
 
 async def test_engines_that_cannot_pair_are_refused_with_what_differs() -> None:
     pool = make()
     bring_up(pool.prefill[0], "a")
     bring_up(pool.decode[0], "b")
+    pool.changed()
     with pytest.raises(ProxyError, match=r"p0 .* and decode engine d0 .* cannot pair") as caught:
-        await pool.take(pair=True)
+        await pool.take(Want(pair=True))
     assert caught.value.status == 503
 
 
 async def test_where_every_engine_failed_this_request_already_it_is_refused() -> None:
     pool = make()
     with pytest.raises(ProxyError, match="no engine left to try") as caught:
-        await pool.take(pair=True, avoid=("d0",))
+        await pool.take(Want(pair=True, avoid=frozenset(("d0",))))
     assert caught.value.status == 503
     assert [engine.inflight for engine in pool.engines] == [0, 0]
 
@@ -195,7 +205,7 @@ async def test_where_every_engine_failed_this_request_already_it_is_refused() ->
 
 async def test_the_queue_is_served_in_the_order_of_arrival(nursery: trio.Nursery) -> None:
     pool = make()
-    first = await pool.take(pair=True)
+    first = await pool.take(Want(pair=True))
     requests = []
     for _ in range(10):
         requests.append(Request(pool, nursery))
@@ -212,7 +222,7 @@ async def test_the_queue_is_served_in_the_order_of_arrival(nursery: trio.Nursery
 
 async def test_a_newcomer_does_not_overtake_who_waits_for_the_same(nursery: trio.Nursery) -> None:
     pool = make()
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     waiter = Request(pool, nursery)
     await settle()
     give_back(pool, taken)  # granted, but it has not run yet
@@ -222,13 +232,15 @@ async def test_a_newcomer_does_not_overtake_who_waits_for_the_same(nursery: trio
     assert newcomer.waiting
 
 
-async def test_an_engine_that_came_back_unnoticed_serves_who_waits_before_a_newcomer(nursery: trio.Nursery) -> None:
+async def test_an_engine_that_comes_back_serves_who_waits_before_a_newcomer(nursery: trio.Nursery) -> None:
     pool = make(2, 2)
     pool.prefill[1].up = False
-    await pool.take(pair=True)
+    pool.changed()
+    await pool.take(Want(pair=True))
     waiter = Request(pool, nursery)
     await settle()
-    pool.prefill[1].up = True  # what watches it has not told the pool yet
+    pool.prefill[1].up = True
+    pool.changed()
     newcomer = Request(pool, nursery)
     await settle()
     assert waiter.taken is not None
@@ -237,10 +249,10 @@ async def test_an_engine_that_came_back_unnoticed_serves_who_waits_before_a_newc
 
 async def test_who_waits_for_a_pair_does_not_hold_up_who_needs_a_decode_engine_alone(nursery: trio.Nursery) -> None:
     pool = make(1, 2)
-    pair = await pool.take(pair=True)
+    pair = await pool.take(Want(pair=True))
     Request(pool, nursery)
     await settle()
-    assert names(await pool.take(pair=False)) == ["d1"]
+    assert names(await pool.take(Want(pair=False))) == ["d1"]
     late = Request(pool, nursery, pair=False)
     await settle()
     pool.give_back(pair[1])  # prefill is still taken: the pair goes on waiting
@@ -250,17 +262,17 @@ async def test_who_waits_for_a_pair_does_not_hold_up_who_needs_a_decode_engine_a
 
 async def test_who_waits_for_one_engine_does_not_hold_up_who_may_have_another(nursery: trio.Nursery) -> None:
     pool = make(2, 2)
-    first = await pool.take(pair=True)
+    first = await pool.take(Want(pair=True))
     assert names(first) == ["p0", "d0"]
     retry = Request(pool, nursery, avoid=("p1",))
     await settle()
-    assert names(await pool.take(pair=True)) == ["p1", "d1"]
+    assert names(await pool.take(Want(pair=True))) == ["p1", "d1"]
     assert retry.waiting
 
 
 async def test_who_stands_behind_one_that_cannot_be_served_is_served(nursery: trio.Nursery) -> None:
     pool = make(2, 2)
-    taken = [await pool.take(pair=True), await pool.take(pair=True)]
+    taken = [await pool.take(Want(pair=True)), await pool.take(Want(pair=True))]
     choosy = Request(pool, nursery, avoid=("p1",))
     await settle()
     easy = Request(pool, nursery)
@@ -273,11 +285,11 @@ async def test_who_stands_behind_one_that_cannot_be_served_is_served(nursery: tr
 
 async def test_a_full_queue_refuses_with_429_at_once(nursery: trio.Nursery) -> None:
     pool = make(queue_size=2)
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     waiting = [Request(pool, nursery) for _ in range(2)]
     await settle()
     with pytest.raises(ProxyError) as caught:
-        await pool.take(pair=True)
+        await pool.take(Want(pair=True))
     error = caught.value
     assert (error.status, error.code, error.retry_after, error.fault) == (429, "queue_full", 1, Fault.BUSY)
     waiting[0].scope.cancel()
@@ -291,17 +303,17 @@ async def test_a_full_queue_refuses_with_429_at_once(nursery: trio.Nursery) -> N
 
 async def test_without_a_queue_nobody_waits() -> None:
     pool = make(queue_size=0)
-    await pool.take(pair=True)
+    await pool.take(Want(pair=True))
     with pytest.raises(ProxyError) as caught:
-        await pool.take(pair=True)
+        await pool.take(Want(pair=True))
     assert caught.value.code == "queue_full"
 
 
 async def test_who_waits_too_long_is_refused_with_429(autojump_clock: trio.testing.MockClock) -> None:
     pool = make(queue_timeout=30)
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     with pytest.raises(ProxyError, match="within 30 s") as caught:
-        await pool.take(pair=True)
+        await pool.take(Want(pair=True))
     assert (caught.value.status, caught.value.code) == (429, "queue_timeout")
     assert trio.current_time() == pytest.approx(30, abs=0.01)
     assert pool.waiting == 0
@@ -314,7 +326,7 @@ async def test_a_place_that_comes_at_the_deadline_is_taken_or_stays_free(
 ) -> None:
     for _ in range(20):
         pool = make(queue_timeout=30)
-        taken = await pool.take(pair=True)
+        taken = await pool.take(Want(pair=True))
         request = Request(pool, nursery)
         await trio.sleep(30)
         give_back(pool, taken)
@@ -326,7 +338,7 @@ async def test_a_place_that_comes_at_the_deadline_is_taken_or_stays_free(
 
 async def test_a_cancelled_waiter_that_is_granted_a_place_gives_it_to_the_next(nursery: trio.Nursery) -> None:
     pool = make()
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     first = Request(pool, nursery)
     await settle()
     second = Request(pool, nursery)
@@ -344,7 +356,7 @@ async def test_a_grant_and_a_cancellation_in_the_same_instant_lose_no_place(
     granted_first: bool, nursery: trio.Nursery
 ) -> None:
     pool = make()
-    taken = await pool.take(pair=True)
+    taken = await pool.take(Want(pair=True))
     request = Request(pool, nursery)
     await settle()
     if granted_first:
@@ -362,7 +374,7 @@ async def test_a_grant_and_a_cancellation_in_the_same_instant_lose_no_place(
 
 async def test_those_who_wait_are_refused_when_the_last_engine_goes(nursery: trio.Nursery) -> None:
     pool = make()
-    await pool.take(pair=True)
+    await pool.take(Want(pair=True))
     pair, one = Request(pool, nursery), Request(pool, nursery, pair=False)
     await settle()
     pool.prefill[0].up = False
@@ -377,7 +389,8 @@ async def test_those_who_wait_are_refused_when_the_last_engine_goes(nursery: tri
 async def test_those_who_wait_are_served_when_an_engine_comes(nursery: trio.Nursery) -> None:
     pool = make(2, 2)
     pool.decode[1].up = False
-    await pool.take(pair=True)
+    pool.changed()
+    await pool.take(Want(pair=True))
     request = Request(pool, nursery)
     await settle()
     pool.changed()
@@ -440,9 +453,9 @@ def test_after_any_sequence_of_events_no_place_is_lost_and_nobody_waits_for_what
             for request in requests:
                 if request.waiting:
                     choose = (
-                        routing.choose_pair(pool.prefill, pool.decode, 0, request.avoid)
+                        routing.choose_pair(pool.roster.pairs, routing.Wish(), request.avoid)
                         if request.pair
-                        else routing.choose_one(pool.decode, 0, request.avoid)
+                        else routing.choose_one(pool.roster.receivers, routing.Wish(), request.avoid)
                     )
                     assert choose is None, "waits for what is free"
             await trio.sleep(31)
@@ -476,7 +489,7 @@ async def test_it_runs_once_every_engine_was_looked_at_and_closes_its_connection
         assert [engine.usable for engine in pool.engines] == [False, False]
         assert all("Connection refused" in engine.why for engine in pool.engines)
         with pytest.raises(ProxyError):
-            await pool.take(pair=True)
+            await pool.take(Want(pair=True))
         await trio.sleep(60)
         nursery.cancel_scope.cancel()
     assert [engine.connections.open for engine in pool.engines] == [0, 0]
