@@ -242,7 +242,9 @@ def _passing() -> Iterator[Row]:
         yield Row(
             f"{name} for good, and another pair",
             p(replace(fault, times=None)),
-            Want(dispatches=(stranded, *OK), p=(seen, seen), d=("aborted 200",), stranded=1, held=BLOCKS, seconds=seconds),
+            Want(
+                dispatches=(stranded, *OK), p=(seen, seen), d=("aborted 200",), stranded=1, held=BLOCKS, seconds=seconds
+            ),
             whole={"d": ("aborted None",)},
             pairs=(2, 2),
         )
@@ -559,7 +561,13 @@ def _ties() -> Iterator[Row]:
                 dispatches=(f"debt=paid rescue={rescue}:True settled=decode_failed",) if rescued else FREE,
                 p=(_seen(pf), "complete 200") if rescued else (_seen(pf),),
                 d=(_seen(df),),
-                says=D400 if dn == "422" else P400 if pn == "400" else D400 if dn == "500" else b"decode engine decode-0",
+                says=D400
+                if dn == "422"
+                else P400
+                if pn == "400"
+                else D400
+                if dn == "500"
+                else b"decode engine decode-0",
             )
             yield Row(f"prefill {pn}, decode {dn}", both(p(pf), d(df)), want)
 

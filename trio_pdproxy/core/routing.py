@@ -25,7 +25,7 @@ one hot prefix cannot drown it (consistent hashing with bounded loads, Mirrokni 
 
 
 SLOTS = 4096
-"""Keys are told apart by this many values: enough for hundreds of engines to have even shares, few enough to remember."""
+"""Keys are told apart by this many values: enough for hundreds of engines to have even shares, few enough to keep."""
 
 
 class Candidate(Protocol):

@@ -59,11 +59,11 @@ async def watch(
         before, identity = engine.usable, _identity(engine.about.meta)
         await look(engine, side_channel)
         engine.tick()
-        await engine.connections.expire()
-        if engine.usable != before or first:
-            _tell(engine)
         if engine.usable != before or not engine.usable or _identity(engine.about.meta) != identity:
             engine.on_change()  # whoever waits for it waits in vain, or no longer
+        if engine.usable != before or first:
+            _tell(engine)
+        await engine.connections.expire()
         if first:
             task_status.started()
             first = False
@@ -80,6 +80,7 @@ async def look(engine: Engine, side_channel: SideChannel) -> None:
         meta = await _ask_meta(engine, side_channel)
         if engine.doubted or not engine.up or _identity(engine.about.meta) != _identity(meta):
             engine.coordinates = None
+            engine.on_change()  # nobody may be sent there meanwhile
             engine.about = await _about(engine, meta)
             if engine.role == "prefill":
                 await _learn_coordinates(engine, meta)
