@@ -44,7 +44,7 @@ async def test_a_pair_whose_first_transfer_fails_gets_no_requests_and_says_why()
 async def test_a_restarted_engine_is_warmed_again() -> None:
     async with (
         open_cluster() as cluster,
-        open_rig_on(cluster, warm_up=True, health_interval=0.1, health_timeout=0.1) as rig,
+        open_rig_on(cluster, warm_up=True, health_interval=1, health_timeout=1) as rig,
     ):
         before = rig.app.pool.prefill[0].coordinates
         await rig.p.restart()
@@ -54,7 +54,7 @@ async def test_a_restarted_engine_is_warmed_again() -> None:
 
 
 async def test_an_engine_that_keeps_failing_is_left_alone_and_tried_again() -> None:
-    async with open_rig(decode=2, eject_after=3, eject_time=0.3, health_interval=0.1, health_timeout=0.1) as rig:
+    async with open_rig(decode=2, eject_after=3, eject_time=0.3, health_interval=1, health_timeout=1) as rig:
         bad = rig.cluster.decode[0]
         fault = bad.faults.add(Fault("before_head", "status", status=500, times=None))
         for number in range(20):
@@ -101,7 +101,7 @@ async def test_retries_have_a_budget() -> None:
 
 
 async def test_a_flapping_engine_does_not_flap_its_clients() -> None:
-    async with open_rig(prefill=2, decode=3, health_interval=0.05, health_timeout=0.05, eject_time=0.1) as rig:
+    async with open_rig(prefill=2, decode=3, health_interval=1, health_timeout=1, eject_time=0.1) as rig:
         codes: Counter[int] = Counter()
         over = trio.Event()
 
@@ -126,7 +126,7 @@ async def test_a_flapping_engine_does_not_flap_its_clients() -> None:
 
 async def test_without_prefill_engines_the_answer_is_an_error_or_as_configured_decode_alone() -> None:
     for fallback, status in (("error", 503), ("decode_only", 200)):
-        async with open_rig(fallback=fallback, health_interval=0.1, health_timeout=0.1) as rig:
+        async with open_rig(fallback=fallback, health_interval=1, health_timeout=1) as rig:
             await rig.p.kill()
             await until(lambda: not rig.app.pool.prefill[0].usable)
             response = await rig.post()

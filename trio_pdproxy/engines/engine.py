@@ -16,7 +16,7 @@ from trio_pdproxy.core.routing import stable_hash
 from trio_pdproxy.engines.connections import Connections, Dial, Origin
 from trio_pdproxy.engines.coordinates import Meta
 from trio_pdproxy.engines.transport import open_client
-from trio_pdproxy.engines.wire import EngineError
+from trio_pdproxy.engines.wire import EngineError, SilentError
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +100,8 @@ class Engine:
         """Prefill engines: what decode engines are told. None until learned."""
         self.poked = trio.Event()
         """Set to have it looked at now instead of at the next interval."""
+        self.misses = 0
+        """Probes in a row that it did not answer in time."""
         self.doubts = 0
         self.doubts_settled = 0
         self.breaker = Breaker(settings.eject_after, settings.eject_time)
@@ -180,6 +182,8 @@ class Engine:
             return await self.client.request(
                 method, path, content=content, headers=headers, timeout=within or httpx.USE_CLIENT_DEFAULT
             )
+        except httpx.TimeoutException as error:
+            raise SilentError(f"{method} {path}: {error}") from None
         except httpx.HTTPError as error:
             raise EngineError(f"{method} {path}: {error}") from None
 

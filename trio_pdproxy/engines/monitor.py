@@ -18,12 +18,16 @@ from trio_pdproxy.config import Settings
 from trio_pdproxy.core.plan import Coordinates, Told, told_in
 from trio_pdproxy.engines.coordinates import Meta, SideChannel, SideChannelError
 from trio_pdproxy.engines.engine import About, Engine
-from trio_pdproxy.engines.wire import EngineError
+from trio_pdproxy.engines.wire import EngineError, SilentError
 
 log = logging.getLogger("trio_pdproxy.engines")
 
 PROBE_TIMEOUT = 30.0
 """Seconds for the one-token probe: a cold engine compiles or loads on its first request."""
+
+
+TOLERATED_MISSES = 2
+"""Probes in a row that a usable engine may miss before it counts as down. One that refuses is down at once."""
 
 
 class _UnusableError(Exception):
@@ -84,11 +88,18 @@ async def look(engine: Engine, side_channel: SideChannel) -> None:
             engine.about = await _about(engine, meta)
             if engine.role == "prefill":
                 await _learn_coordinates(engine, meta)
+    except SilentError as error:
+        engine.misses += 1
+        if engine.usable and engine.misses < TOLERATED_MISSES:
+            return  # it works: requests say so, and a starved machine is late at times
+        engine.up = False
+        engine.why = str(error)
     except (_UnusableError, EngineError) as error:
         engine.up = False
         engine.why = str(error)
     else:
         engine.up = True
+        engine.misses = 0
         engine.doubts_settled = doubts  # one that came meanwhile stands
 
 

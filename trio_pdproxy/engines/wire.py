@@ -36,6 +36,10 @@ class RefusedError(EngineError):
     """No connection was had: nothing was sent, for sure."""
 
 
+class SilentError(EngineError):
+    """It did not answer in time: it may be gone, or its machine be starved."""
+
+
 class BrokenError(EngineError):
     """A connection broke, or what came is no HTTP. What was sent before may have been acted upon."""
 
