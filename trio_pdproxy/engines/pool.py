@@ -148,7 +148,7 @@ class Pool:
         """An engine or a pair has become usable, or is no longer: waiting requests are looked at again."""
         self.roster.refresh()
         for wish, waiters in list(self._queue.items()):
-            if not self._possible(*wish):
+            if not self.possible(*wish):
                 for waiter in list(waiters):
                     waiter.refused = True
                     self._dequeue(waiter)
@@ -206,7 +206,7 @@ class Pool:
         # Who still waits then waits for something else than what is free: no reason to stand behind it.
         if taken := self._choose(want):
             return taken
-        if not self._possible(want.pair, want.avoid):
+        if not self.possible(want.pair, want.avoid):
             raise self.unavailable(want.pair)
         if self.waiting >= self.settings.queue_size:
             raise _overloaded("all engines are busy and the queue is full", "queue_full")
@@ -297,7 +297,8 @@ class Pool:
             self.claim(*taken)
         return taken
 
-    def _possible(self, pair: bool, avoid: Collection[str] = ()) -> bool:
+    def possible(self, pair: bool, avoid: Collection[str] = ()) -> bool:
+        """Whether someone could serve, now or once a place is free."""
         if pair:
             return routing.any_pair(self.roster.pairs, avoid)
         return routing.any_one(self.roster.receivers, avoid)
@@ -344,7 +345,7 @@ class Pool:
 
     def missing(self, pair: bool = True) -> list[str]:
         """Why no pair (or, not `pair`, no decode engine) is usable, one sentence each; empty if one is."""
-        if self._possible(pair):
+        if self.possible(pair):
             return []
         return self.roster.missing(pair)
 

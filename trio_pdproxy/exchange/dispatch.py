@@ -315,7 +315,7 @@ class Dispatch:
         reason = self.decode_leg.reason
         if outcome in (Decode.SPEAKING, Decode.DONE):
             self.decode.succeeded()
-        elif outcome is Decode.FAILED or (outcome is Decode.BROKEN and not self.stale):
+        elif outcome is Decode.FAILED or (outcome is Decode.BROKEN and not self._died_unasked):
             self.decode.failed(reason)
         self._move(decode=outcome, reason=f"decode engine {self.decode.name}: {reason}" if reason else None)
 
@@ -332,7 +332,17 @@ class Dispatch:
     @property
     def stale(self) -> bool:
         """The decode leg went out on a kept-alive connection that died under it: that says nothing of the engine."""
+        return self._decode is Decode.BROKEN and self._died_unasked
+
+    @property
+    def _died_unasked(self) -> bool:
         return self.report.decode.reused and self.report.decode.head is None
+
+    @property
+    def refused(self) -> bool:
+        """It ended before anything was on the wire to either engine."""
+        prefill = self.report.prefill
+        return self.decode_leg is None and (prefill is None or prefill.sent is None)
 
     @property
     def left(self) -> bool:

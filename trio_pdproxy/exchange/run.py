@@ -29,6 +29,7 @@ What this guarantees (the tests are named after these):
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 from random import random
 from uuid import uuid4
@@ -40,7 +41,7 @@ from trio_pdproxy.core.health import back_off
 from trio_pdproxy.core.plan import Kind, Plan, without_kv_transfer_params
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.verdict import Decode, Instead, Prefill, Step, Verdict
-from trio_pdproxy.engines.pool import Pool, Want
+from trio_pdproxy.engines.pool import Pool, Taken, Want
 from trio_pdproxy.engines.wire import BrokenError
 from trio_pdproxy.exchange.dispatch import Dispatch
 from trio_pdproxy.exchange.legs import Answer
@@ -100,16 +101,14 @@ class _Exchange:
     async def _try_pairs(self, legs: trio.Nursery) -> None:
         """Try pairs until one has a verdict that is not to try another; raises `ProxyError` where that is ours."""
         avoid: frozenset[str] = frozenset()
+        shun: frozenset[str] = frozenset()
         failure: ProxyError | Answer | None = None
         budget = self.pool.retry_budget
         budget.earn()
-        for attempt in range(self.pool.settings.attempts):
-            if attempt:
-                if not budget.spend():
-                    break
-                await trio.sleep(back_off(attempt, random()))
+        tried = 0
+        while True:
             try:
-                dispatch = await self._lease(avoid)
+                dispatch = await self._lease(avoid, shun)
             except ProxyError as error:
                 failure = failure or error  # no pair left: what the last one said is the better answer
                 break
@@ -127,24 +126,33 @@ class _Exchange:
                     await self._conclude(dispatch, verdict)
                     return
                 failure = self._instead(dispatch, verdict)
-                avoid |= _at_fault(dispatch)
             finally:
                 await dispatch.leave(settled_as)  # noqa: ASYNC102  shielded inside, and waits for nobody
+            avoid |= _at_fault(dispatch)
+            if dispatch.refused:
+                continue  # nothing was sent: it cost nobody anything, and that engine is not asked again
+            tried += 1
+            if dispatch.stale:
+                shun |= {dispatch.decode.name}
+            if tried == self.pool.settings.attempts or not budget.spend():
+                break
+            await trio.sleep(back_off(tried, random()))
         assert failure is not None
         if isinstance(failure, ProxyError):
             raise failure
         await self._answer(failure, self._outcome_of(failure.status))
 
-    async def _lease(self, avoid: frozenset[str]) -> Dispatch:
-        """A place at the next pair; at a decode engine alone where the plan says so, or where it must."""
+    async def _lease(self, avoid: frozenset[str], shun: frozenset[str]) -> Dispatch:
+        """A place at the next pair; at a decode engine alone where the plan says so, or where it must. Never at one to
+        `avoid`; at one to `shun` only where there is no other."""
         plan = self.plan
         try:
-            taken = await self.pool.take(self._want(plan.kind is Kind.PUSH, avoid))
+            taken = await self._take(plan.kind is Kind.PUSH, avoid, shun)
         except ProxyError as error:
             if error.status != 503 or plan.kind is not Kind.PUSH or self.pool.settings.fallback != "decode_only":
                 raise
             plan = plan.alone("no usable prefill engine")
-            taken = await self.pool.take(self._want(False, avoid))
+            taken = await self._take(False, avoid, shun)
         if len(taken) == 2 and plan.several and taken[0].about.mode == "pull":
             # A pulling decode engine dies of more than one prompt's transfers in one request (vLLM 0.32).
             self.pool.give_back(taken[0])
@@ -157,8 +165,12 @@ class _Exchange:
         self.report.dispatches.append(dispatch.report)
         return dispatch
 
-    def _want(self, pair: bool, avoid: frozenset[str]) -> Want:
-        return Want(pair=pair, prefix=self.plan.prefix, session=self.plan.session, avoid=avoid)
+    async def _take(self, pair: bool, avoid: frozenset[str], shun: frozenset[str]) -> Taken:
+        plan = self.plan
+        want = Want(pair=pair, prefix=plan.prefix, session=plan.session, avoid=avoid | shun)
+        if shun and not self.pool.possible(pair, want.avoid):
+            want = replace(want, avoid=avoid)
+        return await self.pool.take(want)
 
     # -- what the client gets --------------------------------------------------------------------
 
