@@ -71,6 +71,7 @@ class Connection:
     __slots__ = (
         "_complete",
         "_data",
+        "_failure",
         "_framed",
         "_head",
         "_header_count",
@@ -104,6 +105,7 @@ class Connection:
     def _begin(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
         self._data: list[bytes] = []
+        self._failure: BrokenError | None = None  # to be raised once what came before it has been taken
         self._headers: Headers = []
         self._head: Head | None = None
         self._header_count = 0
@@ -214,6 +216,8 @@ class Connection:
         return b"".join(pieces)
 
     async def _pull(self) -> None:
+        if self._failure is not None:
+            raise self._failure
         try:
             data = await self._stream.receive_some(READ_SIZE)
         except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
@@ -223,13 +227,16 @@ class Connection:
             self._end_of_stream()
             return
         self._received += len(data)
-        had = len(self._data)
+        had, head = len(self._data), self._head
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.spoiled = True  # after a complete answer only the connection suffers
             if not self._complete:
-                raise BrokenError(f"not HTTP: {error}") from None
+                self._failure = BrokenError(f"not HTTP: {error}")
+                if len(self._data) == had and self._head is head:
+                    raise self._failure from None
+                return
         self._bound(len(data), progress=len(self._data) > had or self._complete)
 
     def _end_of_stream(self) -> None:

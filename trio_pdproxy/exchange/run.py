@@ -45,6 +45,10 @@ from trio_pdproxy.exchange.legs import Answer
 from trio_pdproxy.exchange.sink import Sink
 
 
+ANSWER_PIECE = 256 * 1024
+"""Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
+
+
 def new_dispatch_id() -> str:
     """Unguessable, and never used twice: two live requests of one id get each other's KV."""
     return uuid4().hex
@@ -79,12 +83,15 @@ class _Exchange:
         report.dropped = plan.dropped
 
     async def serve(self, legs: trio.Nursery) -> None:
+        # What only a cancellation leaves standing. It cannot be caught by its name: whoever opens a nursery (connecting
+        # does) may hand it on in a group.
+        self.report.outcome = "disconnect"
         try:
             await self._try_pairs(legs)
         except ProxyError as error:
             await self._answer_error(error)
-        except trio.Cancelled:
-            self.report.outcome = "disconnect"
+        except Exception:
+            self.report.outcome = "error"
             raise
         finally:
             self.report.last_byte = trio.current_time()
@@ -205,12 +212,14 @@ class _Exchange:
         await self._answer(Answer(answer.status, answer.headers, without_kv_transfer_params(answer.body)), "ok")
 
     async def _answer(self, answer: Answer, outcome: str) -> None:
-        """An engine's answer, verbatim."""
-        with trio.move_on_after(self.pool.settings.write_timeout) as scope:
+        """An engine's answer, verbatim. A client that takes no piece of it within `write_timeout` gets no more."""
+        patience = self.pool.settings.write_timeout
+        with trio.CancelScope(deadline=trio.current_time() + patience) as scope:
             length = (b"content-length", str(len(answer.body)).encode())
             await self._start(answer.status, [*answer.headers, length])
-            if answer.body:
-                await self._write(answer.body)
+            for start in range(0, len(answer.body), ANSWER_PIECE):
+                scope.deadline = trio.current_time() + patience
+                await self._write(answer.body[start : start + ANSWER_PIECE])
             await self.sink.finish()
         self.report.outcome = "cut" if scope.cancelled_caught else outcome
 
