@@ -94,10 +94,16 @@ class VllmPair:
             self._over = trio.Event()
             # The first request of a pair does its handshakes; no test should measure those.
             p = await hand.learn(self._set.prefill[0].side_channel)
-            with trio.fail_after(60):
-                await hand.pair(self._set.prefill[0].url, self._set.decode[0].url, p, "warm up " * 8)
+            with trio.fail_after(120):
+                await hand.pair(
+                    self._set.prefill[0].url, self._set.decode[0].url, p, "warm up " * 8, again_after=LEASE + 2
+                )
             self._news.put(None)
             await self._over.wait()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "kills: ends an engine of the pair and starts it again; runs last")
 
 
 @pytest.hookimpl(trylast=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import uuid
 from dataclasses import dataclass
 from typing import Any, cast
@@ -76,18 +77,32 @@ async def complete(url: str, body: dict[str, Any], *, request_id: str | None = N
         return cast(dict[str, Any], response.json())
 
 
-async def pair(prefill_url: str, decode_url: str, p: Coordinates, prompt: str, *, tokens: int = 8) -> str:
-    """Send both legs at once with one fresh id; the text D answers."""
+async def pair(
+    prefill_url: str,
+    decode_url: str,
+    p: Coordinates,
+    prompt: str,
+    *,
+    tokens: int = 8,
+    again_after: float = math.inf,
+) -> str:
+    """Send both legs at once with one fresh id; the text D answers. The first handshake of two engines can outlast P's
+    lease where they are starved of CPU: `again_after` seconds of D's silence P's leg is sent again."""
     request_id = str(uuid.uuid4())
     answer: dict[str, Any] = {}
+    answered = trio.Event()
 
     async def prefill_leg() -> None:
         body = {"prompt": prompt, "max_tokens": 1, "kv_transfer_params": prefill_params(request_id)}
-        await complete(prefill_url, body, request_id=request_id)
+        while not answered.is_set():
+            await complete(prefill_url, body, request_id=request_id)
+            with trio.move_on_after(again_after):
+                await answered.wait()
 
     async def decode_leg() -> None:
         body = {"prompt": prompt, "max_tokens": tokens, "kv_transfer_params": decode_params(request_id, p)}
         answer.update(await complete(decode_url, body, request_id=request_id))
+        answered.set()
 
     async with trio.open_nursery() as legs:
         legs.start_soon(prefill_leg)

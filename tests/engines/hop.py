@@ -36,14 +36,16 @@ class Fault:
     seconds: float = 0.0
     status: int = 500
     after: int = 60
+    gated: bool = False
+    """Not `seconds` later, but when the hop's `gate` is opened."""
     headers: bytes = b""
     body: bytes = b'{"error":{"message":"the hop says no","type":"Hop","param":null,"code":0}}'
 
     def __str__(self) -> str:
-        parts = [self.what]
-        parts += [str(self.status)] if self.what in ("answer", "gateway") else []
-        parts += [f"{self.seconds:g} s"] if self.seconds else []
-        return " ".join(parts)
+        status = f" {self.status}" if self.what in ("answer", "gateway") else ""
+        return (
+            self.what + status + (f" {self.seconds:g} s" if self.seconds else "") + (" kept back" if self.gated else "")
+        )
 
     @property
     def answer(self) -> bytes:
@@ -64,9 +66,12 @@ class Hop:
     """One for each POST to come, in order; the rest passes."""
     posts: list[bytes] = field(default_factory=list)
     """Every POST that came, heads included."""
+    gate: trio.Event = field(default_factory=trio.Event)
 
     def arm(self, *faults: Fault) -> None:
-        self.faults.extend(faults)
+        """These and no others, with the gate closed."""
+        self.faults = deque(faults)
+        self.gate = trio.Event()
 
     async def serve(self, client: trio.SocketStream) -> None:
         with suppress(OSError, trio.BrokenResourceError, trio.ClosedResourceError):
@@ -88,9 +93,11 @@ class _Passage:
             nursery.start_soon(self._answers)
             try:
                 while request := await self._next_request():
+                    self._fault = NO_FAULT
                     if request.startswith(b"POST "):
                         self._hop.posts.append(request)
-                        self._fault = self._hop.faults.popleft() if self._hop.faults else NO_FAULT
+                        if self._hop.faults:
+                            self._fault = self._hop.faults.popleft()
                     await self._pass(request)
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass
@@ -114,23 +121,23 @@ class _Passage:
         fault = self._fault
         match fault.what:
             case "answer":
-                await trio.sleep(fault.seconds)
+                await self._wait()
                 await self._client.send_all(fault.answer)
             case "reset":
-                await trio.sleep(fault.seconds)
+                await self._wait()
                 self._reset()
             case "hang":
                 await self._client.receive_some(1)  # no second request comes before an answer: this is its end
                 self._reset()
             case "delay":
-                with trio.move_on_after(fault.seconds):
-                    await self._client.receive_some(1)
-                    self._reset()
-                    return
-                await self._engine.send_all(request)
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._until_closed, nursery.cancel_scope)
+                    await self._wait()
+                    await self._engine.send_all(request)
+                    nursery.cancel_scope.cancel("passed on")
             case "drop" | "gateway":
                 await self._engine.send_all(request)
-                await trio.sleep(fault.seconds)
+                await self._wait()
                 if fault.what == "gateway":
                     await self._client.send_all(fault.answer)
                     await self._client.aclose()
@@ -144,7 +151,7 @@ class _Passage:
             while data := await self._engine.receive_some(65536):
                 match self._fault.what:
                     case "hold":
-                        await trio.sleep(self._fault.seconds)
+                        await self._wait()
                         self._fault = NO_FAULT
                     case "cut":
                         passed += data
@@ -162,6 +169,18 @@ class _Passage:
                         continue
                 await self._client.send_all(data)
         await self._client.aclose()
+
+    async def _wait(self) -> None:
+        if self._fault.gated:
+            await self._hop.gate.wait()
+        else:
+            await trio.sleep(self._fault.seconds)
+
+    async def _until_closed(self, scope: trio.CancelScope) -> None:
+        """What is kept back is not passed on once nobody waits for it. (Nothing else comes before an answer.)"""
+        await self._client.receive_some(1)
+        self._reset()
+        scope.cancel("closed")
 
     def _reset(self) -> None:
         """End the client's connection as a crash does. `_next_request` then finds it closed."""
@@ -182,6 +201,6 @@ async def open_hop(engine_url: str) -> AsyncIterator[Hop]:
     listeners = await trio.open_tcp_listeners(0, host="127.0.0.1")
     hop = Hop(Origin.of(engine_url), f"http://127.0.0.1:{listeners[0].socket.getsockname()[1]}")
     async with trio.open_nursery() as nursery:
-        nursery.start_soon(trio.serve_listeners, hop.serve, listeners)
+        await nursery.start(trio.serve_listeners, hop.serve, listeners)
         yield hop
         nursery.cancel_scope.cancel("the hop is no longer needed")

@@ -92,6 +92,7 @@ async def test_both_side_channels_agree_on_compatibility(vllm_pair: VllmPair) ->
     assert p["engine_id"] != d["engine_id"]
 
 
+@pytest.mark.kills
 async def test_a_killed_prefill_engine_comes_back_with_a_new_id_and_pairs_at_once(vllm_pair: VllmPair) -> None:
     p, d = vllm_pair.prefill, vllm_pair.decode
     before = await hand.learn(p.side_channel)

@@ -166,6 +166,7 @@ async def test_several_choices_and_prompts_come_by_transfer(vllm_pair: VllmPair)
     assert after.transfers - before.transfers == 4
 
 
+@pytest.mark.kills
 async def test_a_restarted_prefill_engine_is_learned_again(vllm_pair: VllmPair) -> None:
     async with proxy(vllm_pair, health_interval=1, health_timeout=1) as (app, client):
         old = app.pool.prefill[0].coordinates

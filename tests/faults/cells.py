@@ -162,21 +162,18 @@ def engine_error(cell: Cell) -> bytes:
 def bounds(cell: Cell) -> dict[str, Any]:
     """Only the deadline that the cell is about is short: a slow machine must not meet the others."""
     found: dict[str, Any] = {"health_interval": 3600, "health_timeout": 10, "drain_grace": 30}
-    if cell.what != "hang":
+    if cell.what != "hang" or (cell.where == "after_body" and not (cell.party == "D" and cell.stream)):
         return found
     if cell.party == "P":
-        return found | {
-            "connect_timeout": 0.2,
-            "prefill_timeout": 60 if cell.spoken else 0.4,
-            "settle_timeout": 60 if cell.spoken else 0.8,
-            "drain_grace": 0.2,
-        }
+        if cell.spoken:
+            return found | {"drain_grace": 0.2}
+        return found | {"connect_timeout": 1, "prefill_timeout": 1.2, "settle_timeout": 2, "drain_grace": 2}
     if cell.stream and cell.where in ("mid_body", "after_body"):
-        return found | {"idle_timeout": 0.4}
-    found |= {"connect_timeout": 0.5, "lease": 0.1, "queue_timeout": 0.5, "first_byte_timeout": 1}
+        return found | {"idle_timeout": 1.5}
+    found |= {"connect_timeout": 1, "lease": 1.6, "queue_timeout": 1, "first_byte_timeout": 3}
     if cell.stream:
         return found
-    return found | {"prefill_timeout": 1, "request_timeout": 1.2, "settle_timeout": 30}
+    return found | {"prefill_timeout": 3, "request_timeout": 3.5, "settle_timeout": 30}
 
 
 def shorten_waits(monkeypatch: pytest.MonkeyPatch, *, reused: bool) -> None:
@@ -193,8 +190,7 @@ def asked(prompt: str, *, stream: bool) -> bytes:
     return request({"model": "sim", "prompt": prompt, "max_tokens": TOKENS, "stream": stream})
 
 
-async def play(cell: Cell, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
-    shorten_waits(monkeypatch, reused=cell.reused)
+async def play(cell: Cell, tables: Tables) -> None:
     count = 2 if cell.other else 1
     sim = SimSettings(keep_alive=600)
     async with open_rig(prefill=count, decode=count, sim=sim, **bounds(cell)) as rig:
@@ -202,7 +198,7 @@ async def play(cell: Cell, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> N
         async with connected(rig.url) as client:
             await follow_up(client, rig, count)  # every engine has met every other, and has a connection
             stage.plant()
-            with trio.fail_after(20):
+            with trio.fail_after(60):
                 got = await ask(client, stage)
             place = f"{PLACES.index(cell.where)} {cell.where}"
             row = f"{cell.what} {cell.mode}"
@@ -249,12 +245,12 @@ async def follow_up(client: Client, rig: Rig, count: int) -> None:
 
 
 async def ready(rig: Rig) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(30):
         while not all(engine.usable for engine in rig.app.pool.engines):
             await trio.sleep(0.005)
 
 
-async def settle(rig: Rig, out: Out, seconds: float = 10.0) -> dict[str, int]:
+async def settle(rig: Rig, out: Out, seconds: float = 30.0) -> dict[str, int]:
     """Wait until nothing is left but what the table says; what is left then."""
     left: dict[str, int] = {}
     with trio.move_on_after(seconds):

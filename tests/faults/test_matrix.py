@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+import trio
 
-from tests.faults.cells import Cell, Out, play
+from tests.faults.cells import Cell, Out, play, shorten_waits
 from tests.faults.table import Tables
 
 CUTS = ("reset", "fin", "garbage")
@@ -120,7 +121,6 @@ def prefill_cells() -> Iterator[Cell]:
         for what in ("no_params", "other_params"):
             yield Cell("P", "any", what, "once", stream, PREFILL_FOREIGN)
             yield Cell("P", "any", what, "other", stream, Out(200, "text", stranded=1))
-            yield Cell("P", "any", what, "spoken", stream, whole())
         yield Cell("P", "any", "extra", "reused always", stream, whole())
 
 
@@ -134,8 +134,33 @@ def decode_cells() -> Iterator[Cell]:
                     yield Cell("D", where, what, mode, stream, out)
 
 
-@pytest.mark.parametrize("cell", [*prefill_cells(), *decode_cells()], ids=str)
+CELLS = [*prefill_cells(), *decode_cells()]
+PATIENT = [cell for cell in CELLS if cell.what == "hang"]
+
+
+@pytest.mark.parametrize("cell", [cell for cell in CELLS if cell not in PATIENT], ids=str)
 async def test_a_fault_has_one_outcome_and_leaves_nothing(
     cell: Cell, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    await play(cell, tables, monkeypatch)
+    shorten_waits(monkeypatch, reused=cell.reused)
+    await play(cell, tables)
+
+
+@pytest.mark.parametrize("party", ["P", "D"])
+async def test_what_hangs_ends_at_its_deadline_and_leaves_nothing(
+    party: str, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All at once: they have nothing to do but to wait, and so their deadlines need not be tight."""
+    shorten_waits(monkeypatch, reused=False)
+
+    async def one(cell: Cell) -> None:
+        try:
+            await play(cell, tables)
+        except BaseException as error:
+            error.add_note(str(cell))
+            raise
+
+    async with trio.open_nursery() as nursery:
+        for cell in PATIENT:
+            if cell.party == party:
+                nursery.start_soon(one, cell)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import socket
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from trio_pdproxy.launch.environment import (
     read_pip,
     write_stub,
 )
+from trio_pdproxy.launch.errors import PortInUseError
+from trio_pdproxy.launch.pair import choose_runs
 from trio_pdproxy.launch.ports import FIRST, LAST, choose_ports, is_free, require_free
 from trio_pdproxy.launch.progress import Step
 from trio_pdproxy.launch.vllm import VllmEngine, kv_transfer_config, vllm_argv, vllm_env
@@ -31,6 +34,19 @@ def test_chosen_ports_are_free_different_and_below_the_ephemeral_range() -> None
     assert len(set(ports)) == 20
     assert all(FIRST <= port < LAST for port in ports)
     require_free(("127.0.0.1", port) for port in ports)
+
+
+def test_runs_of_ports_are_free_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths = [1, 3, 1, 1, 2]
+    runs = [range(first, first + length) for first, length in zip(choose_runs(lengths), lengths, strict=True)]
+    ports = [port for run in runs for port in run]
+    assert len(set(ports)) == sum(lengths)
+    assert all(FIRST <= port < LAST for port in ports)
+    require_free(("127.0.0.1", port) for port in ports)
+    monkeypatch.setattr("trio_pdproxy.launch.pair.is_free", lambda host, port: port % 4 != 0)
+    assert all(first % 4 == 1 for first in choose_runs([3] * 5))
+    with pytest.raises(PortInUseError, match="4 consecutive"):
+        choose_runs([1, 4])
 
 
 def test_a_listening_port_is_not_free() -> None:
@@ -84,6 +100,21 @@ def test_roles_differ_and_no_engine_id_is_ever_set() -> None:
     assert p["kv_connector"] == d["kv_connector"] == "NixlPushConnector"
     assert p["kv_connector_extra_config"] == {"kv_lease_duration": 12}
     assert "engine_id" not in p
+
+
+def test_pull_changes_the_connector_only() -> None:
+    for engine in (P0, D0):
+        push, pull = kv_transfer_config(engine), kv_transfer_config(replace(engine, mode="pull"))
+        assert pull == push | {"kv_connector": "NixlPullConnector"}
+
+
+def test_ranks_are_one_option_and_a_side_channel_each() -> None:
+    p = replace(P0, dp_size=2)
+    argv = vllm_argv(p, Path("/e/bin/python"))
+    assert argv[argv.index("--data-parallel-size") + 1] == "2"
+    assert "--data-parallel-size" not in vllm_argv(P0, Path("/e/bin/python"))
+    assert (p.side_channel, list(p.side_channel_ports)) == ("127.0.0.1:5600", [5600, 5601])
+    assert list(P0.side_channel_ports) == [5600]
 
 
 def test_both_roles_get_the_same_model_string_and_extra_options_come_last() -> None:

@@ -30,6 +30,17 @@ async def test_it_prints_the_addresses_and_ends_on_a_signal(capsys: pytest.Captu
             await trio.open_tcp_stream(engine.host, engine.port)
 
 
+def test_options_reach_the_engines(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[SimEngine] = []
+    monkeypatch.setattr(trio, "run", lambda function, engines: found.extend(engines))
+    result = CliRunner().invoke(sim, ["--mode", "pull", "--prefill-dp", "2", "--prefill", "2"])
+    assert result.exit_code == 0, result.output
+    assert [engine.settings.mode for engine in found] == 3 * ["pull"]
+    assert [len(engine.rank_ids) for engine in found] == [2, 2, 1]
+    assert [engine.side_channel.rpartition(":")[2] for engine in found] == ["5600", "5602", "5604"]
+    assert CliRunner().invoke(sim, ["--mode", "sideways"]).exit_code == 2
+
+
 def test_help() -> None:
     result = CliRunner().invoke(sim, ["--help"])
     assert result.exit_code == 0

@@ -69,6 +69,37 @@ def test_blocks() -> None:
     assert pool.take("b", 3)
 
 
+def test_a_block_keeps_its_kv_until_it_is_used_again() -> None:
+    pool = BlockPool(5)
+    assert pool.take("a", 2, "A")
+    assert pool.take("b", 2, "B")
+    a, b = pool.held["a"], pool.held["b"]
+    assert len({*a, *b}) == 4
+    assert 0 not in a + b
+    pool.give("a")
+    pool.give("b")
+    assert (pool.read(a), pool.read(b), pool.in_use) == ("A", "B", 0)
+    assert pool.take("c", 2, "C"), "the block that was never used, and then the one that is free for longest"
+    assert set(pool.held["c"]) == {5, a[0]}
+    assert pool.read(pool.held["c"]) == "C"
+    assert pool.read(a) not in "ABC"
+    assert pool.read(b) == "B"
+    assert pool.read([99]) == ""
+
+
+def test_a_lease_can_be_renewed_while_it_runs() -> None:
+    ledger = PushLedger()
+    for name in "abc":
+        ledger.hold(name, 10.0)
+    ledger.renew("a", 15.0)
+    ledger.renew("never held", 15.0)
+    assert ledger.pulled("b")
+    assert not ledger.pulled("b")
+    assert ledger.expire(12.0) == ["c"]
+    assert not ledger.pulled("c")
+    assert ledger.expire(15.0) == ["a"]
+
+
 def test_text_is_a_function_of_the_prompt() -> None:
     assert text_prompt("abc") == ids_prompt(list(b"abc"))
     assert ids_prompt([1000, 2]).tokens == 2

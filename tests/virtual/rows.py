@@ -63,6 +63,10 @@ class Row:
     body: dict[str, Any] = field(default_factory=dict)
     leave_after: float = inf
     prepare: Prepare | None = None
+    raced: bool = False
+    """Whether decode had said all when its leg was closed is not looked at."""
+    warm: bool = False
+    """The engines' connections have served before."""
 
     def wanted(self, stream: bool) -> Want:
         return self.want if stream else replace(self.want, **self.whole)
@@ -110,8 +114,9 @@ def silent(role: str, number: int = 0) -> Arrange:
 
 async def p_restarts(rig: MemoryRig) -> None:
     """After the decode engine has met it, and nobody has told the proxy."""
-    await rig.visit(prompt="hello", max_tokens=1)
-    await rig.quiet()
+    for _ in rig.cluster.prefill:
+        await rig.visit(prompt="hello", max_tokens=1)
+        await rig.quiet()
     await rig.p.restart()
 
 
@@ -119,8 +124,9 @@ async def p_restarts_unmet(rig: MemoryRig) -> None:
     await rig.p.restart()
 
 
-def kept_open(rig: MemoryRig) -> Any:
-    return rig
+async def side_channel_breaks(rig: MemoryRig) -> None:
+    """Decode's first contact with prefill takes 5 s to fail, and is its own error then."""
+    rig.p.core.side_channel_broken.set()
 
 
 SLOW_P = SimSettings(prefill_base=2.0)
@@ -279,6 +285,15 @@ PREFILL_REFUSES = [
     ),
 ]
 
+_LATE = Want(
+    504,
+    outcome="timeout",
+    dispatches=("debt=paid settled=timeout",),
+    p=("fault 200",),
+    d=("aborted 200",),
+    seconds=(120, 120),
+)
+
 PREFILL_FAILS_LATER = [
     Row(
         "after its push",
@@ -332,19 +347,14 @@ PREFILL_FAILS_LATER = [
         ),
         whole={"d": ("aborted None",)},
     ),
+    Row("it answers late", p(breaks("slow", delay=150)), _LATE, whole={"d": ("aborted None",)}),
+    Row("it answers in the instant it is late", p(breaks("slow", delay=120 - 0.002)), _LATE),
     Row(
-        "it answers late",
-        nothing,
-        Want(504, outcome="timeout", dispatches=("debt=paid settled=timeout",), d=("aborted 200",), seconds=(120, 120)),
-        whole={"d": ("aborted None",)},
-        sim=SimSettings(prefill_base=150),
-    ),
-    Row(
-        "it answers in the instant it is late",
-        nothing,
-        Want(504, outcome="timeout", dispatches=("debt=paid settled=timeout",), d=("aborted 200",), seconds=(120, 120)),
-        whole={"d": ("aborted None",)},
-        sim=SimSettings(prefill_base=120),
+        "it answers without coordinates, but pushes",
+        p(Fault("before_head", "no_params")),
+        Want(p=("fault 200",)),
+        sim=SimSettings(itl=0.01),
+        modes=(True,),
     ),
     Row(
         "it answers only after the answer is over",
@@ -384,9 +394,34 @@ PREFILL_FAILS_LATER = [
     Row(
         "it was restarted and decode cannot shake hands",
         nothing,
-        Want(500, outcome="decode_error", dispatches=FREE, p=("aborted None",)),
+        Want(500, outcome="decode_error", dispatches=FREE),
         whole={"d": ("complete 500",)},
         prepare=p_restarts_unmet,
+    ),
+    Row(
+        "it was restarted and decode cannot shake hands, in one instant",
+        nothing,
+        Want(500, outcome="decode_error", dispatches=FREE),
+        whole={"d": ("complete 500",)},
+        prepare=p_restarts_unmet,
+        sim=SimSettings(prefill_base=0),
+        raced=True,
+    ),
+    Row(
+        "busy on a kept-alive connection, then resets",
+        p(says(503, P400), breaks("reset", times=None)),
+        Want(
+            503,
+            outcome="overloaded",
+            dispatches=("debt=stranded rescue=busy:False",),
+            p=("fault 503", "fault None"),
+            d=("aborted 200",),
+            stranded=1,
+            held=BLOCKS,
+            seconds=(1, 2),
+        ),
+        whole={"d": ("aborted None",)},
+        warm=True,
     ),
 ]
 
@@ -395,6 +430,8 @@ def _second(fault: Fault) -> tuple[Fault, Fault]:
     """Nothing the first time, `fault` from then on."""
     return breaks("slow"), replace(fault, times=None)
 
+
+AT_WORK = SimSettings(itl=10)
 
 LEASE_LAPSES = [
     Row(
@@ -413,12 +450,13 @@ LEASE_LAPSES = [
         Want(
             504,
             outcome="timeout",
-            dispatches=("debt=paid rescue=lapsed:True",),
+            dispatches=("debt=stranded rescue=lapsed:True",),  # it may have come after the second lease
             p=("complete 200", "complete 200"),
             d=("fault None",),
+            stranded=1,
             seconds=(150, 150),
         ),
-        whole={"seconds": (3600, 3600)},
+        whole={"seconds": (3600, 3600), "dispatches": ("debt=paid rescue=lapsed:True",), "stranded": 0},
     ),
     Row(
         "decode comes later and the rescue fails",
@@ -434,6 +472,74 @@ LEASE_LAPSES = [
             seconds=(150, 150),
         ),
         whole={"seconds": (3600, 3600), "d": ("fault None",)},
+    ),
+    Row(
+        "decode comes after the rescue has lapsed too",
+        d(breaks("slow", delay=70)),
+        Want(
+            504,
+            outcome="timeout",
+            dispatches=("debt=stranded rescue=lapsed:True",),
+            p=("complete 200", "complete 200"),
+            d=("fault 200",),
+            stranded=1,
+            held=BLOCKS,
+            seconds=(150, 150),
+        ),
+        modes=(True,),
+    ),
+    Row(
+        "decode is at work",
+        nothing,
+        Want(
+            dispatches=("debt=paid rescue=lapsed:True",),
+            p=("complete 200", "complete 200"),
+            seconds=(189, 191),
+        ),
+        sim=AT_WORK,
+        body={"max_tokens": 20},
+        modes=(False,),
+    ),
+    Row(
+        "decode is at work and the rescue fails",
+        p(*_second(says(503))),
+        Want(
+            dispatches=("debt=paid rescue=lapsed:False",),
+            p=("fault 200", "fault 503"),
+            seconds=(189, 191),
+        ),
+        sim=AT_WORK,
+        body={"max_tokens": 20},
+        modes=(False,),
+    ),
+    Row(
+        "decode is at work and the rescue hangs",
+        p(*_second(breaks("hang"))),
+        Want(
+            dispatches=("debt=paid rescue=lapsed:False",),
+            p=("fault 200", "fault None"),
+            seconds=(189, 191),
+        ),
+        sim=AT_WORK,
+        body={"max_tokens": 20},
+        modes=(False,),
+    ),
+    Row(
+        "decode is at work and the client leaves",
+        nothing,
+        Want(
+            None,
+            "left",
+            "disconnect",
+            dispatches=("debt=paid rescue=lapsed:True",),
+            p=("complete 200", "complete 200"),
+            d=("aborted None",),
+            seconds=(150, 150),
+        ),
+        sim=AT_WORK,
+        body={"max_tokens": 20},
+        modes=(False,),
+        leave_after=150,
     ),
 ]
 
@@ -459,10 +565,11 @@ DECODE_FAILS = [
     ),
     Row(
         "its first event is an error",
-        d(Fault("after_head", "sse_error")),
-        Want(500, outcome="decode_error", dispatches=FREE, p=("aborted None",), d=("fault 200",)),
-        sim=SLOW_P,
-        modes=(True,),
+        nothing,
+        Want(500, outcome="decode_error", dispatches=FREE, p=("aborted None",), seconds=(5, 5.1)),
+        whole={"d": ("complete 500",)},
+        sim=SimSettings(prefill_base=9),
+        prepare=side_channel_breaks,
     ),
     Row(
         "its connection is refused",
@@ -540,13 +647,17 @@ def _decode_breaks() -> Iterator[Row]:
 
 
 _P_TIES: list[tuple[str, Fault]] = [
-    ("400", says(400, P400)),
-    ("429", says(429, P400)),
-    ("503", says(503, P400)),
-    ("500", says(500)),
-    ("reset", breaks("reset")),
+    ("400", says(400, P400, delay=0.5)),
+    ("429", says(429, P400, delay=0.5)),
+    ("503", says(503, P400, delay=0.5)),
+    ("500", says(500, delay=0.5)),
+    ("reset", breaks("reset", delay=0.5)),
 ]
-_D_TIES: list[tuple[str, Fault]] = [("422", says(422, D400)), ("500", says(500, D400)), ("reset", breaks("reset"))]
+_D_TIES: list[tuple[str, Fault]] = [
+    ("422", says(422, D400, delay=0.5)),
+    ("500", says(500, D400, delay=0.5)),
+    ("reset", breaks("reset", delay=0.5)),
+]
 
 
 def _ties() -> Iterator[Row]:
@@ -576,13 +687,13 @@ NOBODY = [
     Row(
         "prefill is down",
         nothing,
-        Want(503, outcome="overloaded", dispatches=(), p=(), d=(), says=b"no usable prefill engine"),
+        Want(503, outcome="proxy_error", dispatches=(), p=(), d=(), says=b"no usable prefill engine"),
         prepare=lambda rig: _down(rig, "prefill"),
     ),
     Row(
         "decode is down",
         nothing,
-        Want(503, outcome="overloaded", dispatches=(), p=(), d=(), says=b"no usable decode engine"),
+        Want(503, outcome="proxy_error", dispatches=(), p=(), d=(), says=b"no usable decode engine"),
         prepare=lambda rig: _down(rig, "decode"),
     ),
 ]

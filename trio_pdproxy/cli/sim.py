@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import click
 import trio
 
-from trio_pdproxy.sim import Fabric, HttpTransport, SimEngine, SimSettings, Transport
+from trio_pdproxy.sim import Fabric, HttpTransport, Mode, SimEngine, SimSettings, Transport
 from trio_pdproxy.sim.core import Role
 
 
@@ -24,6 +25,12 @@ from trio_pdproxy.sim.core import Role
 @click.option("--lease", default=30.0, show_default=True, help="Seconds P keeps blocks for D.")
 @click.option("--prefill-ms", default=20.0, show_default=True, help="Milliseconds of a prefill.")
 @click.option("--itl-ms", default=5.0, show_default=True, help="Milliseconds between tokens.")
+@click.option(
+    "--mode", default="push", show_default=True, type=click.Choice(["push", "pull"]), help="NIXL's direction."
+)
+@click.option(
+    "--prefill-dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks of each P."
+)
 @click.option("--kv-over-http", is_flag=True, help="Pair with simulated engines of other processes, too.")
 def sim(
     *,
@@ -39,6 +46,8 @@ def sim(
     lease: float,
     prefill_ms: float,
     itl_ms: float,
+    mode: Mode,
+    prefill_dp: int,
     kv_over_http: bool,
 ) -> None:
     """Run simulated engines and print their addresses, one line an engine.
@@ -52,23 +61,28 @@ def sim(
         lease=lease,
         prefill_base=prefill_ms / 1000,
         itl=itl_ms / 1000,
+        mode=mode,
     )
     fabric: Transport = HttpTransport() if kv_over_http else Fabric()
     engines: list[SimEngine] = []
-    roles: list[tuple[Role, int, int]] = [("prefill", prefill, prefill_port), ("decode", decode, decode_port)]
-    for role, count, port in roles:
+    roles: list[tuple[Role, int, int, int]] = [
+        ("prefill", prefill, prefill_port, prefill_dp),
+        ("decode", decode, decode_port, 1),
+    ]
+    for role, count, port, ranks in roles:
         for number in range(count):
             engines.append(
                 SimEngine(
                     role,
                     name=f"{role}-{number}",
-                    settings=settings,
+                    settings=replace(settings, dp_size=ranks),
                     fabric=fabric,
                     host=host,
                     port=port + number if port else 0,
-                    side_port=side_port + len(engines) if side_port else 0,
+                    side_port=side_port,
                 )
             )
+            side_port += ranks if side_port else 0
     trio.run(serve, engines)
 
 
@@ -80,7 +94,7 @@ async def serve(engines: list[SimEngine], *, task_status: trio.TaskStatus[None] 
                 await nursery.start(engine.serve)
                 click.echo(
                     f"{engine.role}\t{engine.name}\t{engine.url}\t"
-                    f"side channel {engine.side_channel}\tengine id {engine.engine_id}"
+                    f"side channel {engine.side_channel}\tengine id {', '.join(engine.rank_ids)}"
                 )
             task_status.started()
             async for number in signals:

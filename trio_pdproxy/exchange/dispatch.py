@@ -81,6 +81,8 @@ class Dispatch:
         self._decode = Decode.UNSENT
         self._rescued = False
         self._lapsed = False
+        self._reasons: dict[str, str] = {}
+        """What each leg's last failure was, in words."""
         self._moved = trio.Event()
         self._waiting: trio.CancelScope | None = None
         # On trio's clock: when prefill's answer is late, and when it came.
@@ -114,13 +116,19 @@ class Dispatch:
         return self._prefill, self._decode
 
     def _move(self, *, prefill: Prefill | None = None, decode: Decode | None = None, reason: str | None = None) -> None:
-        """Change a fact and wake whoever waits for one."""
-        if prefill is not None:
+        """Change a fact and wake whoever waits for one.
+
+        Prefill's 200 stands. The leg that is sent again because it may have come too early can confirm it; its failure
+        proves nothing, and the decode engine may have been at work all the time.
+        """
+        if prefill is not None and self._prefill is not Prefill.OK:
             self._prefill = self.report.prefill_outcome = prefill
         if decode is not None:
             self._decode = self.report.decode_outcome = decode
         if reason:
-            self.report.reason = reason
+            self._reasons["decode" if prefill is None else "prefill"] = reason
+            # One order, whichever came first: the client may be told.
+            self.report.reason = "; ".join(self._reasons[leg] for leg in ("prefill", "decode") if leg in self._reasons)
         self._moved.set()
         self._moved = trio.Event()
         if self._waiting is not None:
@@ -221,6 +229,9 @@ class Dispatch:
                 await self.prefill.connections.close(connection)
                 self._prefill_failed(Prefill.FAILED, str(error))
                 return None, 0
+            except BaseException:
+                await self.prefill.connections.close(connection)  # noqa: ASYNC102  our caller knows only the first one
+                raise
             leg.sent = trio.current_time()
             self._prefill_deadline = leg.sent + self._settings.prefill_timeout
             self._move(prefill=Prefill.PENDING)
@@ -293,7 +304,7 @@ class Dispatch:
         if now >= silent:
             self.decode.failed("it was silent for too long")
             self._move(decode=Decode.LATE, reason=f"decode engine {self.decode.name} was silent for too long")
-        elif now >= late:
+        elif now >= late and self._prefill is Prefill.PENDING:  # else it came in the same instant
             self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
         elif now >= lapse:
             self._lapsed = True
@@ -306,7 +317,9 @@ class Dispatch:
             silent = min(silent, self.report.decode.sent + self._settings.first_byte_timeout)
         late = self._prefill_deadline if self._prefill is Prefill.PENDING else inf
         lapse = inf
-        if self.prefill is not None and self._prefill is Prefill.OK and not self._lapsed:
+        # An answer in one piece is silent for as long as it is made: after one rescue that means nothing any more.
+        watched = self.plan.stream or not self._rescued
+        if self.prefill is not None and self._prefill is Prefill.OK and watched and not self._lapsed:
             lapse = self._prefill_answered + self.prefill.lease_seconds + RESCUE_MARGIN
         return silent, late, lapse
 
@@ -321,12 +334,18 @@ class Dispatch:
 
     async def _tie(self, verdict: Verdict) -> Verdict:
         """Judge together what happens at the same instant: a decode leg that failed may have outrun the prefill
-        engine's word on the request by nothing but scheduling."""
-        if self._decode not in (Decode.FAILED, Decode.BROKEN) or self._prefill is not Prefill.PENDING:
+        engine's word on the request by nothing but scheduling, and the other way round."""
+        if self._decode in (Decode.FAILED, Decode.BROKEN) and self._prefill is Prefill.PENDING:
+            with trio.move_on_after(TIE):
+                while self._prefill is Prefill.PENDING:
+                    await self._moved.wait()
+        elif self._decode is Decode.WAITING and self._prefill is Prefill.FOREIGN:
+            # Whom the prefill engine does not know, the decode engine may not either, and says so.
+            assert self.decode_leg is not None
+            with trio.move_on_after(TIE):
+                self._spoke(await self.decode_leg.speak())
+        else:
             return verdict
-        with trio.move_on_after(TIE):
-            while self._prefill is Prefill.PENDING:
-                await self._moved.wait()
         return self.verdict
 
     @property
@@ -446,13 +465,7 @@ class Dispatch:
         assert self.prefill is not None
         try:
             with self._pool.shielded(), self._pool.place(self.prefill):
-                self._prefill_deadline = trio.current_time() + self._settings.prefill_timeout
                 await self._rescue("lapsed")
-                if self._prefill is not Prefill.OK:
-                    # It did answer once; only whether that was in time is not known.
-                    self._move(prefill=Prefill.OK)
-                else:
-                    self._lapsed = False
         finally:
             self._back_ended()
 
@@ -482,7 +495,7 @@ class Dispatch:
             try:
                 answer = await self._converse(connection, leg, rest)
             except BrokenError:
-                if not leg.reused or connection.received:
+                if not connection.served or connection.received:
                     raise
                 # The engine closed a kept-alive connection as we wrote to it: it has seen nothing.
                 await self.prefill.connections.close(connection)
@@ -509,6 +522,7 @@ class Dispatch:
                 self._transfer_params = transfer_params_in(answer.body)
             else:
                 self._prefill_answered = trio.current_time()
+            self._lapsed = False
             self._move(prefill=Prefill.OK)
             return
         self.prefill_answer = answer
@@ -538,8 +552,10 @@ class Dispatch:
         if self._prefill is Prefill.BUSY:
             told = self.prefill_answer.retry_after if self.prefill_answer else None
             return min(told or BUSY_WAIT, LONGEST_BUSY_WAIT)
-        if self._decode is not Decode.WAITING or self._left:
+        if self._left:
             return 0
+        if self._decode is not Decode.WAITING:
+            return TIE  # the front may be judging both just now, and a rescue would hide what it judges
         return REFUSAL_WAIT if self._prefill is Prefill.REJECTED else TIE
 
     async def _wait_for_decode(self, seconds: float) -> None:
@@ -562,4 +578,4 @@ class Dispatch:
         else:
             request = self._request(self.prefill, self.plan.prefill_body(self.id))
             await self._bounded(self._settings.settle_timeout, connection, request, request)
-        self.report.rescue_paid = self._prefill is Prefill.OK
+        self.report.rescue_paid = self._prefill is Prefill.OK and not self._lapsed

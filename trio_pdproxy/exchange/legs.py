@@ -157,6 +157,7 @@ class DecodeLeg:
                 raise BrokenError(str(error)) from error
             # Comments say nothing: an engine may send them (`: ping`) long before it has its KV.
             if self.opening and (said := sse.events(self.opening)):
+                self.error_seen = any(sse.error_event(event) for event in said[1:])
                 return self._judge(said[0])
 
     def _judge(self, first: bytes) -> Decode:

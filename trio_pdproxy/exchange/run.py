@@ -51,6 +51,10 @@ ANSWER_PIECE = 256 * 1024
 """Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
 
 
+ANSWER_PIECE = 256 * 1024
+"""Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
+
+
 def new_dispatch_id() -> str:
     """Unguessable, and never used twice: two live requests of one id get each other's KV."""
     return uuid4().hex

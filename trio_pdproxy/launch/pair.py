@@ -7,6 +7,7 @@ async with open_vllm(prefill=1, decode=1, lease=12) as engines:
 from __future__ import annotations
 
 import os
+import random
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -16,12 +17,12 @@ from pathlib import Path
 import trio
 
 from .environment import EngineEnvironment, ensure_environment
-from .errors import LaunchError
+from .errors import LaunchError, PortInUseError
 from .model import ensure_model
-from .ports import choose_ports
+from .ports import FIRST, LAST, is_free
 from .process import EngineProcess
 from .progress import Progress, Step, silent
-from .vllm import NICE, SERVED_MODEL, Role, VllmEngine, vllm_argv, vllm_env
+from .vllm import NICE, SERVED_MODEL, Mode, Role, VllmEngine, vllm_argv, vllm_env
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,8 @@ async def open_vllm(
     prefill: int = 1,
     decode: int = 1,
     *,
+    mode: Mode = "push",
+    dp_size: int = 1,
     lease: int = 30,
     log_dir: Path | None = None,
     ready_timeout: float = 300.0,
@@ -100,7 +103,8 @@ async def open_vllm(
     """Start engines p0.. and d0.. together, on free ports of 127.0.0.1; yield once every one is ready.
 
     The environment and the model are made first if they are missing (a minute or more, the network is
-    needed then). `log_dir` gets one NAME.log per engine; by default a new temporary folder that is kept.
+    needed then). `mode` is every engine's, `dp_size` each P's (a D has one rank). `log_dir` gets one NAME.log
+    per engine; by default a new temporary folder that is kept.
     Raises SetupError, PortInUseError, or EngineStartError of the engine that failed first; an engine that
     ends later ends the block with EngineExitedError (unless `exit_ok`). Errors of engines arrive as
     themselves, not in a group. On leaving, every group is gone.
@@ -108,11 +112,21 @@ async def open_vllm(
     environment = await ensure_environment(torch_index=torch_index, progress=progress)
     model = await ensure_model(environment, progress=progress)
     logs = log_dir if log_dir is not None else Path(tempfile.mkdtemp(prefix="pdproxy-engines-"))
-    ports = iter(choose_ports(2 * (prefill + decode)))
+    # For each engine its HTTP port, and as many for side channels as it has ranks.
+    ports = iter(choose_runs([1, dp_size] * prefill + [1, 1] * decode))
 
     def make(role: Role, number: int) -> RunningEngine:
-        name = f"{role[0]}{number}"
-        engine = VllmEngine(name, role, model, next(ports), next(ports), lease=lease, extra=extra_args)
+        engine = VllmEngine(
+            f"{role[0]}{number}",
+            role,
+            model,
+            next(ports),
+            next(ports),
+            lease=lease,
+            mode=mode,
+            dp_size=dp_size if role == "prefill" else 1,
+            extra=extra_args,
+        )
         process = _process(engine, environment, logs, ready_timeout=ready_timeout, exit_ok=exit_ok, extra_env=extra_env)
         return RunningEngine(engine, process)
 
@@ -130,6 +144,23 @@ async def open_vllm(
         if (error := _launch_error(group)) is None:
             raise
         raise error from group
+
+
+def choose_runs(lengths: Sequence[int], host: str = "127.0.0.1") -> list[int]:
+    """The first port of a run of so many consecutive free ones, for each length; all at random, none twice."""
+    chosen: list[int] = []
+    taken: set[int] = set()
+    for length in lengths:
+        starts = range(FIRST, LAST - length + 1)
+        for first in random.sample(starts, len(starts)):
+            run = range(first, first + length)
+            if taken.isdisjoint(run) and all(is_free(host, port) for port in run):
+                break
+        else:
+            raise PortInUseError(f"no {length} consecutive free ports between {FIRST} and {LAST} on {host}")
+        chosen.append(first)
+        taken.update(run)
+    return chosen
 
 
 async def _start_all(running: RunningSet, nursery: trio.Nursery, progress: Progress) -> None:
@@ -164,7 +195,7 @@ def _process(
         env=vllm_env(engine, os.environ, gentle=environment.gentle, extra=extra_env),
         log_path=logs / f"{engine.name}.log",
         ready_url=engine.url,
-        ports=[(engine.host, engine.port), (engine.host, engine.side_channel_port)],
+        ports=[(engine.host, port) for port in (engine.port, *engine.side_channel_ports)],
         nice=NICE,
         ready_timeout=ready_timeout,
         exit_ok=exit_ok,

@@ -1,6 +1,6 @@
 """The command line and environment of a vLLM engine on the CPU for one role. Pure: nothing is started here.
 
-What is chosen and why was measured on vLLM 0.32 with NixlPushConnector over UCX's tcp transport.
+What is chosen and why was measured on vLLM 0.32 with the NIXL connectors over UCX's tcp transport.
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from typing import Literal
 from .cache import foreign_environ
 
 Role = Literal["prefill", "decode"]
+Mode = Literal["push", "pull"]
+"""P writes into D's memory while D waits, or D reads P's once P has answered."""
 
 SERVED_MODEL = "tiny"
 BLOCK_SIZE = 32
@@ -23,7 +25,8 @@ NICE = 10
 # now and then send a request into a connection that is just being closed. The server's end waits longer.
 KEEP_ALIVE_SECONDS = 75
 
-# "kv_both" is deprecated for this connector.
+CONNECTORS: dict[Mode, str] = {"push": "NixlPushConnector", "pull": "NixlPullConnector"}
+# "kv_both" is deprecated for these connectors.
 KV_ROLES: dict[Role, str] = {"prefill": "kv_producer", "decode": "kv_consumer"}
 
 
@@ -32,6 +35,9 @@ class VllmEngine:
     """One engine to be: its role, where it listens, what it serves.
 
     port -- HTTP; side_channel_port -- NIXL's ZeroMQ listener, which hands out the engine's coordinates
+    mode -- both engines of a pair must have the same
+    dp_size -- data-parallel ranks behind the one HTTP port. Each is a whole engine of its own (memory, engine id
+        with `_dp<rank>` at its end) and has its side channel at side_channel_port + rank
     lease -- seconds P keeps KV nobody has come for (vLLM's default is 30)
     kv_gib -- memory for KV; one GiB is 16,384 blocks of the test model
     extra -- further vLLM options, appended, so they win
@@ -47,6 +53,8 @@ class VllmEngine:
     kv_gib: int = 1
     max_model_len: int = 4096
     max_num_seqs: int = 32
+    mode: Mode = "push"
+    dp_size: int = 1
     extra: Sequence[str] = ()
 
     @property
@@ -55,8 +63,13 @@ class VllmEngine:
 
     @property
     def side_channel(self) -> str:
-        """host:port, as the proxy's configuration wants it."""
+        """host:port, as the proxy's configuration wants it; rank 0's if there are several."""
         return f"{self.host}:{self.side_channel_port}"
+
+    @property
+    def side_channel_ports(self) -> range:
+        """One for each rank."""
+        return range(self.side_channel_port, self.side_channel_port + self.dp_size)
 
 
 def kv_transfer_config(engine: VllmEngine) -> dict[str, object]:
@@ -66,7 +79,7 @@ def kv_transfer_config(engine: VllmEngine) -> dict[str, object]:
     id meets peers that still hold its dead predecessor's NIXL agent, and every request between them hangs.
     """
     return {
-        "kv_connector": "NixlPushConnector",
+        "kv_connector": CONNECTORS[engine.mode],
         "kv_role": KV_ROLES[engine.role],
         "kv_connector_extra_config": {"kv_lease_duration": engine.lease},
     }
@@ -85,6 +98,7 @@ def vllm_argv(engine: VllmEngine, python: Path) -> list[str]:
         *("--block-size", str(BLOCK_SIZE)),
         *("--max-model-len", str(engine.max_model_len)),
         *("--max-num-seqs", str(engine.max_num_seqs)),
+        *(("--data-parallel-size", str(engine.dp_size)) if engine.dp_size > 1 else ()),
         "--enforce-eager",  # no compilation: a tiny model starts sooner without it
         *("--kv-transfer-config", json.dumps(kv_transfer_config(engine), separators=(",", ":"))),
         *engine.extra,

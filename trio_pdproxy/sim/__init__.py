@@ -1,7 +1,7 @@
 """Simulated prefill and decode engines: real HTTP, a real side channel, and failures on demand.
 
-They keep to what a proxy can see of vLLM 0.32 with the NIXL push connector, down to error bodies and to the
-blocks that a decode engine keeps for ever when its push does not come.
+They keep to what a proxy can see of vLLM 0.32 with the NIXL push connector (or the pull one), down to error
+bodies and to the blocks that a decode engine keeps for ever when its push does not come.
 """
 
 from trio_pdproxy.sim.cluster import Cluster, build_cluster, open_cluster
@@ -10,7 +10,7 @@ from trio_pdproxy.sim.fabric import Fabric, Transport
 from trio_pdproxy.sim.faults import Fault, FaultScript, SeenRequest
 from trio_pdproxy.sim.http_transport import HttpTransport
 from trio_pdproxy.sim.model import expected_chat, expected_text
-from trio_pdproxy.sim.settings import SimSettings
+from trio_pdproxy.sim.settings import Mode, SimSettings
 
 __all__ = [
     "Cluster",
@@ -18,6 +18,7 @@ __all__ = [
     "Fault",
     "FaultScript",
     "HttpTransport",
+    "Mode",
     "SeenRequest",
     "SimEngine",
     "SimSettings",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import trio
 
@@ -36,18 +36,22 @@ def build_cluster(
     """Engines on one fabric that listen to nothing: for in-memory streams (`SimEngine.serve_stream`).
 
     Their ports are made up (8100, 8101 ... for P, 8200 ... for D; side channels 5600 ...) and all distinct.
-    `decode_settings`: where D differs from P.
+    `decode_settings`: where D differs from P; without them it does in `dp_size`, which is then P's alone.
     """
     shared = fabric if fabric is not None else Fabric()
+    of_p, of_d = _settings(settings, decode_settings)
 
     def make(role: Role, number: int, port: int, side_port: int) -> SimEngine:
         name = f"{role}-{number}"
-        own = decode_settings or settings if role == "decode" else settings
+        own = of_p if role == "prefill" else of_d
         return SimEngine(role, name=name, settings=own, fabric=shared, host=host, port=port, side_port=side_port)
 
     return Cluster(
-        [make("prefill", number, 8100 + number, 5600 + number) for number in range(prefill)],
-        [make("decode", number, 8200 + number, 5600 + prefill + number) for number in range(decode)],
+        [make("prefill", number, 8100 + number, 5600 + number * of_p.dp_size) for number in range(prefill)],
+        [
+            make("decode", number, 8200 + number, 5600 + prefill * of_p.dp_size + number * of_d.dp_size)
+            for number in range(decode)
+        ],
     )
 
 
@@ -60,11 +64,15 @@ async def open_cluster(
     decode_settings: SimSettings | None = None,
     host: str = "127.0.0.1",
 ) -> AsyncIterator[Cluster]:
-    """Engines with real listeners on free ports of `host`; they are gone, connections and all, at the end."""
+    """Engines with real listeners on free ports of `host`; they are gone, connections and all, at the end.
+
+    Settings are as in `build_cluster`.
+    """
     fabric = Fabric()
+    of_p, of_d = _settings(settings, decode_settings)
 
     def make(role: Role, number: int) -> SimEngine:
-        own = decode_settings or settings if role == "decode" else settings
+        own = of_p if role == "prefill" else of_d
         return SimEngine(role, name=f"{role}-{number}", settings=own, fabric=fabric, host=host)
 
     cluster = Cluster(
@@ -78,3 +86,8 @@ async def open_cluster(
             yield cluster
         finally:
             nursery.cancel_scope.cancel("cluster closed")
+
+
+def _settings(settings: SimSettings | None, decode_settings: SimSettings | None) -> tuple[SimSettings, SimSettings]:
+    of_p = settings or SimSettings()
+    return of_p, decode_settings or replace(of_p, dp_size=1)

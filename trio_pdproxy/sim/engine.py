@@ -50,18 +50,32 @@ class SimEngine:
         self.faults = FaultScript()
         self._stopped = False
         self._side = SideChannel(host, side_port)
+        self._turns = 0
         self._connections: dict[Connection, None] = {}
         self._serving: trio.CancelScope | None = None
         self._up = trio.Event()
         self._down = trio.Event()
         self._revived = trio.Event()
-        self.core = self._new_core(engine_id or str(uuid.uuid4()))
+        self._id = engine_id or str(uuid.uuid4())
+        self.ranks = self._new_ranks()
+        """The engine core of each data-parallel rank; most engines have one."""
 
     # ------------------------------------------------------------ what it is
 
     @property
+    def core(self) -> EngineCore:
+        """Rank 0."""
+        return self.ranks[0]
+
+    @property
     def engine_id(self) -> str:
+        """Rank 0's, as its side channel tells it: with several ranks it ends in `_dp0`."""
         return self.core.engine_id
+
+    @property
+    def rank_ids(self) -> tuple[str, ...]:
+        """The engine id of each rank."""
+        return tuple(core.engine_id for core in self.ranks)
 
     @property
     def alive(self) -> bool:
@@ -74,12 +88,16 @@ class SimEngine:
 
     @property
     def side_channel(self) -> str:
+        """Rank 0's; those of further ranks are on the ports after it."""
         return f"{self.core.host}:{self.core.port}"
 
     @property
     def coordinates(self) -> dict[str, str | int]:
-        """What a decode leg has to be told of this P (besides `remote_request_id`)."""
-        core = self.core
+        """What a decode leg has to be told of this P (besides `remote_request_id`); of rank 0 if it has several."""
+        return self.coordinates_of(0)
+
+    def coordinates_of(self, rank: int) -> dict[str, str | int]:
+        core = self.ranks[rank]
         return {
             "remote_engine_id": core.engine_id,
             "remote_host": core.host,
@@ -92,46 +110,61 @@ class SimEngine:
 
     @property
     def blocks_held(self) -> int:
-        self.core.expire()
-        return self.core.pool.in_use
+        for core in self.ranks:
+            core.expire()
+        return sum(core.pool.in_use for core in self.ranks)
 
     @property
     def kv_usage(self) -> float:
-        return self.blocks_held / self.core.pool.total
+        return self.blocks_held / sum(core.pool.total for core in self.ranks)
 
     @property
     def running(self) -> int:
-        return self.core.counts[State.RUNNING]
+        return self._count(State.RUNNING)
 
     @property
     def waiting(self) -> int:
-        counts = self.core.counts
-        return counts[State.QUEUED] + counts[State.ADMITTED] + counts[State.REMOTE]
+        return self._count(State.QUEUED, State.ADMITTED, State.REMOTE)
 
     @property
     def orphans(self) -> int:
         """D: sequences without a client whose blocks wait for a push. No real engine tells this number."""
-        return self.core.counts[State.ORPHAN]
+        return self._count(State.ORPHAN)
 
     @property
     def pushes(self) -> int:
-        return self.core.pushes
+        """P: transfers that it has written."""
+        return sum(core.pushes for core in self.ranks)
+
+    @property
+    def pulls(self) -> int:
+        """D: transfers that it has read."""
+        return sum(core.pulls for core in self.ranks)
+
+    @property
+    def stale_pulls(self) -> int:
+        """P: reads of blocks that it no longer held for the reader. What was read may be anybody's."""
+        return sum(core.stale_pulls for core in self.ranks)
 
     @property
     def expired(self) -> int:
-        self.core.expire()
-        return self.core.expired
+        for core in self.ranks:
+            core.expire()
+        return sum(core.expired for core in self.ranks)
 
     @property
     def open_connections(self) -> int:
         return len(self._connections)
+
+    def _count(self, *states: State) -> int:
+        return sum(core.counts[state] for core in self.ranks for state in states)
 
     # --------------------------------------------------------------- serving
 
     async def serve(self, *, task_status: trio.TaskStatus[SimEngine] = trio.TASK_STATUS_IGNORED) -> None:
         """Listen for HTTP on host:port and for GET_META on the side channel, until cancelled.
 
-        Port 0 picks one, which is then kept over kills and restarts.
+        Port 0 picks one, which is then kept over kills and restarts. Of several ranks, each has a side channel.
         """
         started = False
         while True:
@@ -139,10 +172,11 @@ class SimEngine:
                 async with trio.open_nursery() as nursery:
                     self._serving = nursery.cancel_scope
                     self._down = trio.Event()
+                    await nursery.start(self._side.serve, self.ranks)
                     listeners = await trio.open_tcp_listeners(self.port, host=self.host)
                     self.port = listeners[0].socket.getsockname()[1]
-                    self.core.url = self.url
-                    await nursery.start(self._side.serve, self.core, {"sim_url": self.url, "sim_life": self.core.life})
+                    for core in self.ranks:
+                        core.url = self.url
                     await nursery.start(trio.serve_listeners, self.serve_stream, listeners)
                     if not started:
                         task_status.started(self)
@@ -181,7 +215,8 @@ class SimEngine:
         if self.alive:
             return
         await self.kill()  # one that died of a request may still be about to exit
-        self.core = self._new_core(self.engine_id if same_id else str(uuid.uuid4()))
+        self._id = self._id if same_id else str(uuid.uuid4())
+        self.ranks = self._new_ranks()
         self._stopped = False
         self._revived.set()
         if self._down.is_set():
@@ -191,18 +226,31 @@ class SimEngine:
         await self.kill()
         await self.revive(same_id=same_id)
 
-    def _new_core(self, engine_id: str) -> EngineCore:
-        core = EngineCore(
-            self.role,
-            self.settings,
-            self.fabric,
-            host=self._side.host,
-            port=self._side.port,
-            engine_id=engine_id,
+    def _new_ranks(self) -> tuple[EngineCore, ...]:
+        count = self.settings.dp_size
+        ranks = tuple(
+            EngineCore(
+                self.role,
+                self.settings,
+                self.fabric,
+                host=self._side.host,
+                port=self._side.port_of(rank),
+                engine_id=f"{self._id}_dp{rank}" if count > 1 else self._id,
+            )
+            for rank in range(count)
         )
-        core.url = self.url
-        self.fabric.attach(core)
-        return core
+        for core in ranks:
+            core.ranks = ranks
+            core.url = self.url
+            self.fabric.attach(core)
+        return ranks
+
+    def _choose(self, rank: int | None) -> EngineCore:
+        """The rank that was asked for, else each in turn. All sequences of a request stay together."""
+        if rank is None:
+            rank = self._turns % len(self.ranks)
+            self._turns += 1
+        return self.ranks[rank]
 
     def _stop(self) -> None:
         if self._stopped:
@@ -210,7 +258,8 @@ class SimEngine:
         self._stopped = True
         self._revived = trio.Event()
         self.core.die()
-        self.fabric.detach(self.core)
+        for core in self.ranks:
+            self.fabric.detach(core)
         for connection in self._connections:
             connection.reset()
 
@@ -224,8 +273,8 @@ class SimEngine:
         elif exchange.path in GENERATION_PATHS and exchange.method == "POST":
             await self._generate(exchange)
         elif exchange.path.startswith("/sim/"):
-            status = await http_transport.answer(self.core, exchange.path, exchange.body)
-            await exchange.respond(status, b"")
+            status, answer = await http_transport.answer(self.ranks, exchange.path, exchange.body)
+            await exchange.respond(status, answer)
         else:
             await self._page(exchange)
 
@@ -239,7 +288,7 @@ class SimEngine:
         if await self._answered_by_fault(exchange):
             return
         await exchange.strike("before_head")
-        found = page(exchange.path, self.core)
+        found = page(exchange.path, self.ranks)
         allowed = "POST" if exchange.path in GENERATION_PATHS else "GET"
         if found is None and allowed == "GET":
             await exchange.respond(404, b'{"detail":"Not Found"}')
@@ -257,7 +306,7 @@ class SimEngine:
         complete = False
         try:
             if not await self._answered_by_fault(exchange):
-                await generate(exchange, self.core, seen, fault)
+                await generate(exchange, self.settings, self._choose, seen, fault)
             complete = True
         finally:
             seen.ended = trio.current_time()

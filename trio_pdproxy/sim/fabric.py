@@ -10,7 +10,7 @@ from typing import Protocol
 import trio
 
 from trio_pdproxy.sim.core import EngineCore, TransferFailed
-from trio_pdproxy.sim.kv import Finished, Registration
+from trio_pdproxy.sim.kv import Finished, Pull, Registration
 
 
 class Transport(Protocol):
@@ -32,6 +32,9 @@ class Transport(Protocol):
     async def push(self, prefill: EngineCore, registration: Registration, done: Finished) -> bool:
         """Write into D's blocks. False: the write failed, which only P learns."""
 
+    async def pull(self, decode: EngineCore, pull: Pull) -> str:
+        """Hand D's message to P and return its answer. Raises TransferFailed, also if that P has gone."""
+
 
 class Fabric:
     """Connects engines in one process, by engine id."""
@@ -47,13 +50,9 @@ class Fabric:
             del self._cores[core.engine_id]
 
     async def register(self, decode: EngineCore, registration: Registration) -> None:
-        known = decode.agents.get(registration.remote_engine_id)
-        if known is None:
-            known = await self._shake_hands(decode, registration)
-            decode.agents[registration.remote_engine_id] = known
-        current = self._cores.get(registration.remote_engine_id)
-        if current is known and current is not None:
-            await current.accept(registration)
+        peer = await self._peer(decode, registration)
+        if peer is not None:
+            await peer.accept(registration)
 
     async def push(self, prefill: EngineCore, registration: Registration, done: Finished) -> bool:
         current = self._cores.get(registration.decode_engine_id)
@@ -62,16 +61,31 @@ class Fabric:
             return False
         return current.receive(registration.request_id, done)
 
-    async def _shake_hands(self, decode: EngineCore, registration: Registration) -> EngineCore:
+    async def pull(self, decode: EngineCore, pull: Pull) -> str:
+        peer = await self._peer(decode, pull)
+        if peer is None:
+            raise TransferFailed
+        return peer.answer(pull)
+
+    async def _peer(self, decode: EngineCore, message: Registration | Pull) -> EngineCore | None:
+        """The P it is meant for; None if D remembers one of that id that is no more."""
+        known = decode.agents.get(message.remote_engine_id)
+        if known is None:
+            known = await self._shake_hands(decode, message)
+            decode.agents[message.remote_engine_id] = known
+        current = self._cores.get(message.remote_engine_id)
+        return current if current is known else None
+
+    async def _shake_hands(self, decode: EngineCore, message: Registration | Pull) -> EngineCore:
         """D asks the side channel it was given for its metadata and checks whose it is."""
-        address = (registration.remote_host, registration.remote_port)
+        address = (message.remote_host, message.remote_port)
         listening = [
             core
             for core in self._cores.values()
             if (core.host, core.port) == address and not core.side_channel_broken.is_set()
         ]
         if listening and (
-            registration.tp_size > listening[0].settings.tp_size or registration.pp_size > listening[0].settings.pp_size
+            message.tp_size > listening[0].settings.tp_size or message.pp_size > listening[0].settings.pp_size
         ):
             # D asks for ranks that do not exist, and that question is the end of P's side channel.
             listening[0].side_channel_broken.set()
@@ -80,7 +94,7 @@ class Fabric:
             await trio.sleep(decode.settings.handshake_timeout)
             raise TransferFailed
         peer = listening[0]
-        if peer.engine_id != registration.remote_engine_id:
+        if peer.engine_id != message.remote_engine_id:
             raise TransferFailed
         if peer.compatibility_hash != decode.compatibility_hash:
             raise TransferFailed

@@ -32,6 +32,8 @@ class SeenRequest:
     how: How = "running"
     """`aborted`: the client left (or the engine was killed) before the answer was complete."""
     status: int | None = None
+    rank: int | None = None
+    """The data-parallel rank that was given the work; None if it was refused or a fault came first."""
 
     @property
     def transfer(self) -> dict[str, Any] | None:

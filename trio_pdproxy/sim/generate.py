@@ -4,17 +4,30 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Callable
 
 from trio_pdproxy.sim import render
 from trio_pdproxy.sim.core import EngineCore, EngineDied, Job, TransferFailed
 from trio_pdproxy.sim.faults import Fault, SeenRequest
 from trio_pdproxy.sim.http import Exchange
-from trio_pdproxy.sim.parse import KINDS, Refusal, Work, parse
+from trio_pdproxy.sim.parse import KINDS, Kind, Refusal, Work, parse
+from trio_pdproxy.sim.settings import SimSettings
 from trio_pdproxy.sim.shapes import Shape, messages_error, shape_for
 
+RANK_HEADER = "x-data-parallel-rank"
 
-async def generate(exchange: Exchange, core: EngineCore, seen: SeenRequest, fault: Fault | None) -> None:
-    """Answer the request; `fault` is the one the exchange was given, if any."""
+
+async def generate(
+    exchange: Exchange,
+    settings: SimSettings,
+    choose: Callable[[int | None], EngineCore],
+    seen: SeenRequest,
+    fault: Fault | None,
+) -> None:
+    """Answer the request; `fault` is the one the exchange was given, if any.
+
+    `choose` gives the rank that was asked for (it exists), or one of its own choice.
+    """
     if fault is not None and not fault.after_work:
         await exchange.strike("before_head")
     kind = KINDS[exchange.path]
@@ -23,19 +36,47 @@ async def generate(exchange: Exchange, core: EngineCore, seen: SeenRequest, faul
             exchange.body,
             exchange.headers.get("content-type", ""),
             kind=kind,
-            settings=core.settings,
+            settings=settings,
         )
     except Refusal as refusal:
         own_shape = kind == "messages" and refusal.kind != "Bad Request"
         body = messages_error(refusal.message, refusal.kind) if own_shape else refusal.body
         await exchange.respond(refusal.status, body)
         return
+    rank = _asked_rank(exchange, kind)
+    if rank is not None and not 0 <= rank < settings.dp_size:
+        await _refuse_rank(exchange, work, f"data_parallel_rank {rank} is out of range [0, {settings.dp_size}).")
+        return
+    core = choose(rank)
+    seen.rank = core.ranks.index(core)
     job = core.open(work, _request_id(seen, work))
     try:
         answer = _answer_stream if work.stream else _answer_whole
         await answer(exchange, core, job)
     finally:
         core.close(job)
+
+
+def _asked_rank(exchange: Exchange, kind: Kind) -> int | None:
+    if kind == "responses":  # the header is not looked at
+        return None
+    try:
+        return int(exchange.headers.get(RANK_HEADER, ""))
+    except ValueError:
+        return None
+
+
+async def _refuse_rank(exchange: Exchange, work: Work, message: str) -> None:
+    """Found late, by the engine: a stream has begun by then."""
+    kind = "BadRequestError"
+    if work.stream and work.kind in ("completions", "chat"):
+        await exchange.strike("before_head")
+        await exchange.start()
+        await exchange.end_with([render.error_frame(message, kind, 400), render.DONE])
+    elif work.kind == "messages":
+        await exchange.respond(400, messages_error(message, kind))
+    else:
+        await exchange.respond(400, render.error(message, kind, None, 400))
 
 
 def _request_id(seen: SeenRequest, work: Work) -> str:

@@ -1,6 +1,7 @@
 """Blocks, leases and the pairing of the two legs: pure bookkeeping, given its ids and times.
 
-The rules are those of vLLM's push connector (`nixl/push_worker.py`, `nixl/push_scheduler.py`, 0.32):
+The rules are those of vLLM's push connector (`nixl/push_worker.py`, `nixl/push_scheduler.py`, 0.32); a pull
+needs no pairing: D names P's request and its blocks, and reads them whatever they hold by then.
 - P and D pair by the request id, first exactly, then without its random suffix; of several candidates the
   oldest is taken. Nothing else is compared: two live requests with one id can get each other's KV.
 - P keeps the blocks of a finished prefill until they are pushed or the lease ends, whichever is first.
@@ -9,9 +10,12 @@ The rules are those of vLLM's push connector (`nixl/push_worker.py`, `nixl/push_
 
 from __future__ import annotations
 
+import hashlib
 import re
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 _SUFFIX = re.compile(r"-[0-9a-f]{8}$", re.IGNORECASE)
 
@@ -25,23 +29,43 @@ def base_request_id(request_id: str) -> str:
 
 @dataclass(slots=True)
 class BlockPool:
-    """Which request holds how many blocks."""
+    """Which request holds which blocks, and whose KV is in them: a free block keeps it until it is used again.
+
+    Block 0 is nobody's, as on real engines. Of the free ones, those never used go first, then the longest free.
+    """
 
     total: int
-    held: dict[str, int] = field(default_factory=dict)
+    held: dict[str, list[int]] = field(default_factory=dict)
     in_use: int = 0
+    _keys: dict[int, str] = field(default_factory=dict)
+    _freed: deque[int] = field(default_factory=deque)
 
-    def take(self, request_id: str, count: int) -> bool:
-        """Reserve `count` blocks for a request that holds none yet; False if there are not that many."""
+    def take(self, request_id: str, count: int, key: str = "") -> bool:
+        """Reserve `count` blocks for a request that holds none yet; False if there are not that many.
+
+        `key`: of the prompt whose KV will be in them.
+        """
         if self.in_use + count > self.total:
             return False
-        self.held[request_id] = count
+        fresh = range(len(self._keys) + 1, min(len(self._keys) + count, self.total) + 1)
+        blocks = [*fresh, *(self._freed.popleft() for _ in range(count - len(fresh)))]
+        self._keys.update(dict.fromkeys(blocks, key))
+        self.held[request_id] = blocks
         self.in_use += count
         return True
 
     def give(self, request_id: str) -> None:
         """Return what the request holds; a request that holds nothing is no error."""
-        self.in_use -= self.held.pop(request_id, 0)
+        blocks = self.held.pop(request_id, ())
+        self._freed.extend(blocks)
+        self.in_use -= len(blocks)
+
+    def read(self, blocks: Sequence[int]) -> str:
+        """The key of the prompt whose KV is in these blocks; of a mixture, a key that no prompt has."""
+        keys = {self._keys.get(block, "") for block in blocks}
+        if len(keys) == 1:
+            return keys.pop()
+        return hashlib.sha256("|".join(self._keys.get(block, "") for block in blocks).encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,6 +82,24 @@ class Registration:
     remote_port: int
     tp_size: int = 1
     pp_size: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Pull:
+    """D's message to P about P's own request of this id, which has been computed.
+
+    read: D reads these blocks, and P need not keep them. release: P need not keep them, D does not want them.
+    renew: D will read them later.
+    """
+
+    request_id: str
+    blocks: tuple[int, ...]
+    remote_engine_id: str
+    remote_host: str
+    remote_port: int
+    tp_size: int = 1
+    pp_size: int = 1
+    what: Literal["read", "release", "renew"] = "read"
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +161,19 @@ class PushLedger:
     def pushed(self, request_id: str) -> None:
         """The write has succeeded: the lease is over."""
         self.leases.pop(request_id, None)
+
+    def hold(self, request_id: str, expires: float) -> None:
+        """Begin a lease that is no push's."""
+        self.leases[request_id] = expires
+
+    def pulled(self, request_id: str) -> bool:
+        """The lease is over because D has read; False if there was none (any more)."""
+        return self.leases.pop(request_id, None) is not None
+
+    def renew(self, request_id: str, expires: float) -> None:
+        """Let a lease that has not ended run longer."""
+        if self.leases.pop(request_id, None) is not None:
+            self.leases[request_id] = expires
 
     def expire(self, now: float) -> list[str]:
         """Forget the prefills whose lease has ended and return their ids."""

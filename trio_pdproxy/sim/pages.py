@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
+from collections.abc import Sequence
 
 from trio_pdproxy.sim.core import EngineCore, State
 from trio_pdproxy.sim.render import encode
@@ -10,8 +12,9 @@ from trio_pdproxy.sim.render import encode
 JSON = "application/json"
 
 
-def page(path: str, core: EngineCore) -> tuple[bytes, str] | None:
-    """Body and content type, or None if there is no such page."""
+def page(path: str, ranks: Sequence[EngineCore]) -> tuple[bytes, str] | None:
+    """Body and content type, or None if there is no such page. Ranks are summed up."""
+    core = ranks[0]
     if path in ("/health", "/ping"):
         return b"", JSON
     if path == "/version":
@@ -21,7 +24,7 @@ def page(path: str, core: EngineCore) -> tuple[bytes, str] | None:
     if path == "/v1/models":
         return _models(core), JSON
     if path == "/metrics":
-        return _metrics(core).encode(), "text/plain; version=0.0.4; charset=utf-8"
+        return _metrics(ranks).encode(), "text/plain; version=0.0.4; charset=utf-8"
     return None
 
 
@@ -40,21 +43,25 @@ def _models(core: EngineCore) -> bytes:
     return encode({"object": "list", "data": [card]})
 
 
-def _metrics(core: EngineCore) -> str:
-    core.expire()
-    counts = core.counts
+def _metrics(ranks: Sequence[EngineCore]) -> str:
+    for core in ranks:
+        core.expire()
+    counts = sum((core.counts for core in ranks), Counter[State]())
     waiting = counts[State.QUEUED] + counts[State.ADMITTED] + counts[State.REMOTE]
-    labels = f'engine="0",model_name="{core.settings.model}"'
+    usage = sum(core.pool.in_use for core in ranks) / sum(core.pool.total for core in ranks)
+    labels = f'engine="0",model_name="{ranks[0].settings.model}"'
     samples: list[tuple[str, str, str, float]] = [
         ("gauge", "num_requests_running", "", counts[State.RUNNING]),
         ("gauge", "num_requests_waiting", "", waiting),
-        ("gauge", "kv_cache_usage_perc", "", core.pool.in_use / core.pool.total),
-        ("counter", "nixl_xfer_time_seconds_count", "", core.pushes),
-        ("counter", "nixl_num_failed_transfers_total", "", core.failed_transfers),
-        ("counter", "nixl_num_kv_expired_reqs_total", "", core.expired),
+        ("gauge", "kv_cache_usage_perc", "", usage),
+        # Of the engine that moves the KV: P when it is pushed, D when it is pulled.
+        ("counter", "nixl_xfer_time_seconds_count", "", sum(core.pushes + core.pulls for core in ranks)),
+        ("counter", "nixl_num_failed_transfers_total", "", sum(core.failed_transfers for core in ranks)),
+        ("counter", "nixl_num_kv_expired_reqs_total", "", sum(core.expired for core in ranks)),
+        ("counter", "nixl_num_notifications_after_expiry_total", "", sum(core.stale_pulls for core in ranks)),
     ]
     for source in ("local_compute", "external_kv_transfer"):
-        tokens = core.prompt_tokens[source]
+        tokens = sum(core.prompt_tokens[source] for core in ranks)
         samples.append(("counter", "prompt_tokens_by_source_total", f',source="{source}"', tokens))
     lines: list[str] = []
     for kind, name, more, value in samples:

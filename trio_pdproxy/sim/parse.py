@@ -72,6 +72,8 @@ class Work:
     stream: bool
     include_usage: bool
     transfer: dict[str, Any] | None
+    recomputes: bool
+    """D: computes the prompt itself, although it was given a transfer."""
     keeps_blocks: bool
     """A prefill leg: P keeps its blocks for D, whether or not D will use them."""
     request_id: str | None
@@ -109,7 +111,8 @@ def parse(raw: bytes, content_type: str, *, kind: Kind, settings: SimSettings) -
         max_tokens=max_tokens,
         stream=stream,
         include_usage=bool(options and options.get("include_usage")),
-        transfer=params if params and not beam and (prefill or not recomputes) else None,
+        transfer=params if params and not beam else None,
+        recomputes=recomputes and not prefill,
         keeps_blocks=prefill and not beam,
         request_id=body["request_id"] if isinstance(body.get("request_id"), str) else None,
     )

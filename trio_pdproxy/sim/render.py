@@ -18,11 +18,10 @@ def error(message: str, kind: str, param: str | None, code: int) -> bytes:
     return encode({"error": {"message": message, "type": kind, "param": param, "code": code}})
 
 
-def error_frame(message: str) -> bytes:
+def error_frame(message: str, kind: str = "InternalServerError", code: int = 500) -> bytes:
     """An error inside a stream: the one place where vLLM's JSON has spaces. [DONE] follows it."""
-    return b'data: {"error": {"message": %b, "type": "InternalServerError", "param": null, "code": 500}}\n\n' % encode(
-        message
-    )
+    told = (encode(message), encode(kind), code)
+    return b'data: {"error": {"message": %b, "type": %b, "param": null, "code": %d}}\n\n' % told
 
 
 INTERNAL_ERROR = error(INTERNAL, "InternalServerError", None, 500)

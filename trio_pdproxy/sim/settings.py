@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
+
+Mode = Literal["push", "pull"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,6 +17,8 @@ class SimSettings:
 
     model: str = "sim"
     version: str = "0.32.0"
+    mode: Mode = "push"
+    """Which of the NIXL connectors: P writes into D's blocks, or D reads P's once P has answered."""
     api_key: str | None = None
     """Guards `/v1/*` only; health, metrics and version answer without it."""
     block_size: int = 16
@@ -37,3 +42,5 @@ class SimSettings:
     tp_size: int = 1
     pp_size: int = 1
     dcp_size: int = 1
+    dp_size: int = 1
+    """Data-parallel ranks behind one HTTP port: each has its own engine id, side channel and `num_blocks` blocks."""

@@ -1,4 +1,4 @@
-"""NIXL's side channel: a ZeroMQ ROUTER that answers GET_META with the engine's metadata.
+"""NIXL's side channel: a ZeroMQ ROUTER per data-parallel rank that answers GET_META with the engine's metadata.
 
 A question is msgpack `(b"get_meta_msg", pp_rank, tp_rank)`; the answer (connector version 14) has two frames:
 msgpack of `{compatibility_hash, agent_metadata_bytes}`, and of the engine's perf_counter. As on real engines,
@@ -9,6 +9,7 @@ for good, while /health goes on saying 200.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -20,8 +21,11 @@ from trio_pdproxy.sim.core import EngineCore
 GET_META = b"get_meta_msg"
 
 
-def handshake_payload(core: EngineCore, extra: dict[str, Any] | None = None) -> bytes:
-    """The first frame of the answer. `extra` keys go beside the metadata's own; a real decoder skips them."""
+_ATTEMPTS = 50
+
+
+def handshake_payload(core: EngineCore) -> bytes:
+    """The first frame of the answer. Two keys are ours (see `http_transport`); a real decoder skips them."""
     settings = core.settings
     metadata = {
         "engine_id": core.engine_id,
@@ -38,7 +42,8 @@ def handshake_payload(core: EngineCore, extra: dict[str, Any] | None = None) -> 
         "physical_blocks_per_logical_kv_block": 1,
         "dcp_size": settings.dcp_size,
         "pcp_size": 1,
-        **(extra or {}),
+        "sim_url": core.url,
+        "sim_life": core.life,
     }
     encode = msgspec.msgpack.encode
     return encode({"compatibility_hash": core.compatibility_hash, "agent_metadata_bytes": encode(metadata)})
@@ -60,47 +65,72 @@ async def ask(host: str, port: int, rank: tuple[int, int] = (0, 0)) -> tuple[str
 
 
 class SideChannel:
-    """Listens on host:port (0 picks one) while `serve` runs."""
+    """Listens on host:port (0 picks one) while `serve` runs; of several ranks, on that port and those after it."""
 
     def __init__(self, host: str, port: int = 0) -> None:
         self.host = host
         self.port = port
 
+    def port_of(self, rank: int) -> int:
+        return self.port + rank if self.port else 0
+
     async def serve(
-        self,
-        core: EngineCore,
-        extra: dict[str, Any] | None = None,
-        *,
-        task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED,
+        self, ranks: Sequence[EngineCore], *, task_status: trio.TaskStatus[int] = trio.TASK_STATUS_IGNORED
     ) -> None:
-        """Answer until cancelled, or until the core's side channel is broken. Starts with the port."""
+        """Answer until cancelled, or until every rank's side channel is broken. Starts with the first port."""
         context = zmq.Context()
         try:
-            router = context.socket(zmq.ROUTER)
-            router.linger = 0
-            router.bind(f"tcp://{self.host}:{self.port or '*'}")
-            self.port = int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-            core.host, core.port = self.host, self.port
+            routers = self._bind(context, len(ranks))
+            for rank, core in enumerate(ranks):
+                core.host, core.port = self.host, self.port_of(rank)
             task_status.started(self.port)
             async with trio.open_nursery() as nursery:
-                nursery.start_soon(self._answer_all, router, core, extra)
-                await core.side_channel_broken.wait()
-                nursery.cancel_scope.cancel("side channel broken")
+                for router, core in zip(routers, ranks, strict=True):
+                    nursery.start_soon(_serve_rank, router, core)
         finally:
             context.destroy(linger=0)
 
-    async def _answer_all(self, router: Any, core: EngineCore, extra: dict[str, Any] | None) -> None:
-        while True:
-            # The descriptor only says "look again": what is there is in EVENTS, to be read until empty.
-            while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-                try:
-                    identity, empty, message = router.recv_multipart(zmq.NOBLOCK)
-                    _, pp_rank, tp_rank = msgspec.msgpack.decode(message)
-                    if not (0 <= pp_rank < core.settings.pp_size and 0 <= tp_rank < core.settings.tp_size):
-                        raise KeyError((pp_rank, tp_rank))
-                except (msgspec.DecodeError, KeyError, TypeError, ValueError):
-                    core.side_channel_broken.set()
-                    return
-                clock = msgspec.msgpack.encode(time.perf_counter())
-                router.send_multipart([identity, empty, handshake_payload(core, extra), clock], zmq.NOBLOCK)
-            await trio.lowlevel.wait_readable(router.getsockopt(zmq.FD))
+    def _bind(self, context: Any, count: int) -> list[Any]:
+        """One socket a rank, on consecutive ports. A picked one is given up if those after it are taken."""
+        for attempt in range(_ATTEMPTS):
+            routers = [context.socket(zmq.ROUTER) for _ in range(count)]
+            first = self.port
+            try:
+                for rank, router in enumerate(routers):
+                    router.linger = 0
+                    router.bind(f"tcp://{self.host}:{first + rank or '*'}")
+                    first = first or int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
+            except zmq.ZMQError:
+                if self.port or count == 1 or attempt + 1 == _ATTEMPTS:
+                    raise
+                for router in routers:
+                    router.close(0)
+                continue
+            self.port = first
+            return routers
+        raise AssertionError("unreachable")
+
+
+async def _serve_rank(router: Any, core: EngineCore) -> None:
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(_answer_all, router, core)
+        await core.side_channel_broken.wait()
+        nursery.cancel_scope.cancel("side channel broken")
+    router.close(0)
+
+
+async def _answer_all(router: Any, core: EngineCore) -> None:
+    while True:
+        # The descriptor only says "look again": what is there is in EVENTS, to be read until empty.
+        while router.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+            try:
+                identity, empty, message = router.recv_multipart(zmq.NOBLOCK)
+                _, pp_rank, tp_rank = msgspec.msgpack.decode(message)
+                if not (0 <= pp_rank < core.settings.pp_size and 0 <= tp_rank < core.settings.tp_size):
+                    raise KeyError((pp_rank, tp_rank))
+            except (msgspec.DecodeError, KeyError, TypeError, ValueError):
+                core.side_channel_broken.set()
+                return
+            clock = msgspec.msgpack.encode(time.perf_counter())
+            router.send_multipart([identity, empty, handshake_payload(core), clock], zmq.NOBLOCK)
+        await trio.lowlevel.wait_readable(router.getsockopt(zmq.FD))

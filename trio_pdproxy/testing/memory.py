@@ -16,8 +16,10 @@ import trio
 from hypercorn.app_wrappers import ASGIWrapper
 from hypercorn.trio.lifespan import Lifespan
 from hypercorn.trio.worker_context import WorkerContext
+from trio.testing import wait_all_tasks_blocked
 
 from trio_pdproxy.config import Settings
+from trio_pdproxy.engines.connections import KEEPALIVE
 from trio_pdproxy.engines.coordinates import Meta, SideChannelError, read_meta
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.engines.wire import BrokenError
@@ -28,7 +30,6 @@ from trio_pdproxy.testing.client import requested
 from trio_pdproxy.testing.network import MemoryStream, Network
 from trio_pdproxy.testing.rig import Rig, spec_of, until_ready
 from trio_pdproxy.testing.tasks import Tree, task_tree
-from trio_pdproxy.testing.waiting import until
 from trio_pdproxy.web.app import ProxyApp, create_app
 
 HOST, PORT = "proxy", 80
@@ -71,6 +72,13 @@ class MemoryRig(Rig):
     """Where each client connection is a task."""
     core: trio.Nursery
     """Where the app's lifespan is a task."""
+    connections: set[trio.CancelScope]
+    """Around each client connection's task."""
+
+    def cancel_connections(self) -> None:
+        """Cancel what serves the clients, as a server does at the end of its grace."""
+        for scope in self.connections:
+            scope.cancel("the server ends")
 
     def tasks(self) -> Tree:
         """What runs in the proxy: client connections and what they started, and the app's core."""
@@ -89,40 +97,46 @@ class MemoryRig(Rig):
         await self._until_none("-", seconds)
 
     async def _until_none(self, but: str, seconds: float) -> None:
-        deadline = trio.current_time() + seconds
-        pause = 0.001
-        while left := {name: count for name, count in self.leftovers().items() if not name.endswith(but)}:
-            if trio.current_time() >= deadline:
-                raise AssertionError(f"left over: {left}")
-            await trio.sleep(pause)
-            pause = min(2 * pause, 8.0)
+        await self.until(lambda: all(name.endswith(but) for name in self.leftovers()), seconds)
+        await wait_all_tasks_blocked()  # a connection's own end comes after the last thing it served
 
     async def ended(self, seconds: float = 1000.0) -> None:
-        """Wait until no request is in hand and no connection to an engine busy, whatever decode engines still hold."""
+        """Wait until no request is in hand, no connection to an engine busy and none of a client open, whatever decode
+        engines still hold."""
         await self._until_none("blocks", seconds)
+        await self.until(lambda: not self.server.child_tasks, seconds)
 
     async def until(self, holds: Callable[[], object], seconds: float = 1000.0) -> None:
-        await until(holds, seconds, step=0.01)
+        """Until `holds()` is true, looked at ever more seldom; an AssertionError after `seconds`."""
+        deadline = trio.current_time() + seconds
+        pause = 0.001
+        while not holds():
+            if trio.current_time() >= deadline:
+                raise AssertionError(f"not within {seconds:g} s; left over: {self.leftovers()}")
+            await trio.sleep(pause)
+            pause = min(2 * pause, 8.0)
 
     async def visit(self, path: str = "/v1/completions", *, leave_after: float = inf, **body: Any) -> Visit:
         """One request on a connection of its own, which the client closes at its end or after `leave_after` seconds."""
         visit = Visit()
         began = trio.current_time()
-        body = {"model": "sim", "prompt": "hello", **body}
-        async with requested(self.url, path, body, dial=self.network.dial) as connection:
-            with trio.move_on_after(leave_after) as patience:
-                try:
-                    head = await connection.receive_head()
-                    visit.status, visit.headers, visit.end = head.status, tuple(head.headers), "cut"
-                    while piece := await connection.receive_body():
-                        visit.raw += piece
-                    visit.end = "complete"
-                except BrokenError:
-                    pass
-            if patience.cancelled_caught:
-                visit.end = "left"
+        with trio.move_on_after(leave_after) as patience:
+            try:
+                await self._visit(visit, path, {"model": "sim", "prompt": "hello", **body})
+            except BrokenError:
+                pass  # what had come until then is in the visit
+        if patience.cancelled_caught:
+            visit.end = "left"
         visit.seconds = trio.current_time() - began
         return visit
+
+    async def _visit(self, visit: Visit, path: str, body: dict[str, Any]) -> None:
+        async with requested(self.url, path, body, dial=self.network.dial) as connection:
+            head = await connection.receive_head()
+            visit.status, visit.headers, visit.end = head.status, tuple(head.headers), "cut"
+            while piece := await connection.receive_body():
+                visit.raw += piece
+            visit.end = "complete"
 
 
 @asynccontextmanager
@@ -133,15 +147,18 @@ async def open_memory_rig(
     sim: SimSettings | None = None,
     decode_sim: SimSettings | None = None,
     ready: bool = True,
+    warm: bool = False,
+    jitter: int = 0,
     **settings: Any,
 ) -> AsyncIterator[MemoryRig]:
     """Engines, proxy and client in memory, ready (unless told not to wait), until the block ends.
 
     The engines are looked at once and then not for an hour, unless poked or told otherwise by `health_interval`:
-    virtual hours pass quickly, and each look is a step more.
+    virtual hours pass quickly, and each look is a step more. `warm`: the connections of that first look are still
+    there, to be used again. `jitter`: see `MemoryStream`.
     """
     cluster = build_cluster(prefill=prefill, decode=decode, settings=sim, decode_settings=decode_sim)
-    network = Network()
+    network = Network(jitter)
     configured = Settings(
         prefill=[spec_of(e) for e in cluster.prefill],
         decode=[spec_of(e) for e in cluster.decode],
@@ -152,14 +169,26 @@ async def open_memory_rig(
         for engine in cluster.engines:
             network.listen(engine.host, engine.port, engine.serve_stream, engines, up=_alive(engine))
         url = f"http://{HOST}:{PORT}"
+        connections: set[trio.CancelScope] = set()
         async with (
-            _served(app, configured, network) as (server, core),
+            _served(app, configured, network, connections) as (server, core),
             open_client(url, timeout=1e6, dial=network.dial) as client,
         ):
             if ready:
                 await until_ready(app)
-            yield MemoryRig(cluster, app, url, client, network, server, core)
+                if not warm:
+                    await _cool(app)
+                for sim in cluster.engines:
+                    sim.requests.clear()  # the probe is nobody's request
+            yield MemoryRig(cluster, app, url, client, network, server, core, connections)
         engines.cancel_scope.cancel("the rig is closed")
+
+
+async def _cool(app: ProxyApp) -> None:
+    """As if the engines had never been talked to: no connection is kept alive."""
+    await trio.sleep(KEEPALIVE)
+    for engine in app.pool.engines:
+        await engine.connections.expire()
 
 
 def _alive(engine: SimEngine) -> Any:
@@ -168,7 +197,7 @@ def _alive(engine: SimEngine) -> Any:
 
 @asynccontextmanager
 async def _served(
-    app: ProxyApp, settings: Settings, network: Network
+    app: ProxyApp, settings: Settings, network: Network, connections: set[trio.CancelScope]
 ) -> AsyncIterator[tuple[trio.Nursery, trio.Nursery]]:
     """What Hypercorn's worker does with an app, without its listeners: lifespan startup, connections, the graceful
     end, lifespan shutdown."""
@@ -178,7 +207,13 @@ async def _served(
     lifespan = Lifespan(wrapped, config, {})
 
     async def connected(stream: MemoryStream) -> None:
-        await ContainedServer(wrapped, config, context, {}, stream).run()
+        with trio.CancelScope() as scope:
+            connections.add(scope)
+            try:
+                await ContainedServer(wrapped, config, context, {}, stream).run()
+            finally:
+                connections.discard(scope)
+                stream.close_now()
 
     async with trio.open_nursery() as core:
         await core.start(lifespan.handle_lifespan)

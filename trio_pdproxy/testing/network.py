@@ -9,6 +9,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 import trio
 
@@ -55,12 +56,16 @@ class MemoryStream(trio.abc.HalfCloseableStream):
     """One end of a connection, with a kernel's manners: it buffers `CAPACITY` bytes, delivers what was sent before a
     close, breaks the sender whose reader has closed, and loses no byte to a cancelled receive.
 
-    `stall` seconds without room end the connection, as TCP_USER_TIMEOUT does. `close_now` and `reset` are plain
-    functions: an instrument may call them.
+    `stall` seconds without room end the connection, as TCP_USER_TIMEOUT does. `jitter` is how many more scheduler steps
+    a send or a receive may take, drawn from trio's own random numbers, which a seed makes the same every time.
+    `close_now` and `reset` are plain functions: an instrument may call them.
     """
 
-    def __init__(self, incoming: _Pipe, outgoing: _Pipe, address: _Address, stall: float = inf) -> None:
+    def __init__(
+        self, incoming: _Pipe, outgoing: _Pipe, address: _Address, *, stall: float = inf, jitter: int = 0
+    ) -> None:
         self.socket = address
+        self._jitter = jitter
         self._incoming = incoming
         self._outgoing = outgoing
         self._stall = stall
@@ -79,7 +84,7 @@ class MemoryStream(trio.abc.HalfCloseableStream):
 
     async def send_all(self, data: bytes | bytearray | memoryview) -> None:
         with self._alone("sending"):
-            await trio.lowlevel.checkpoint()
+            await self._pause()
             rest = memoryview(data)
             while True:
                 self._check(self._outgoing)
@@ -105,7 +110,7 @@ class MemoryStream(trio.abc.HalfCloseableStream):
 
     async def receive_some(self, max_bytes: int | None = None) -> bytes:
         with self._alone("receiving"):
-            await trio.lowlevel.checkpoint()
+            await self._pause()
             pipe = self._incoming
             while not pipe.data:
                 self._check(pipe)
@@ -147,6 +152,11 @@ class MemoryStream(trio.abc.HalfCloseableStream):
             pipe.data.clear()
             pipe.changed()
 
+    async def _pause(self) -> None:
+        random: Any = trio._core._run._r
+        for _ in range(1 + (random.randrange(self._jitter + 1) if self._jitter else 0)):
+            await trio.lowlevel.checkpoint()
+
     def _check(self, pipe: _Pipe) -> None:
         if self._closed:
             raise trio.ClosedResourceError("closed")
@@ -155,11 +165,18 @@ class MemoryStream(trio.abc.HalfCloseableStream):
 
 
 def memory_pair(
-    ours: tuple[str, int] = ("client", 1), theirs: tuple[str, int] = ("server", 1), *, stall: float = inf
+    ours: tuple[str, int] = ("client", 1),
+    theirs: tuple[str, int] = ("server", 1),
+    *,
+    stall: float = inf,
+    jitter: int = 0,
 ) -> tuple[MemoryStream, MemoryStream]:
     """Both ends of a connection. `stall` holds for what the second one sends."""
     there, back = _Pipe(), _Pipe()
-    return MemoryStream(back, there, _Address(ours, theirs)), MemoryStream(there, back, _Address(theirs, ours), stall)
+    return (
+        MemoryStream(back, there, _Address(ours, theirs), jitter=jitter),
+        MemoryStream(there, back, _Address(theirs, ours), stall=stall, jitter=jitter),
+    )
 
 
 @dataclass(slots=True)
@@ -173,9 +190,12 @@ class _Listener:
 class Network:
     """Who listens where. `dial` is what a `create_app` or a `Connections` takes as such."""
 
-    def __init__(self) -> None:
+    def __init__(self, jitter: int = 0) -> None:
+        self._jitter = jitter
         self._listeners: dict[tuple[str, int], _Listener] = {}
         self._next_port = 40000
+        self.last: dict[tuple[str, int], MemoryStream] = {}
+        """Of each listener, the caller's end of the newest connection."""
         self.refusing: set[int] = set()
         """Ports that refuse, as if nobody listened."""
         self.silent: set[int] = set()
@@ -206,8 +226,10 @@ class Network:
         if listener is None or port in self.refusing or not listener.up():
             raise _os_error(ConnectionRefusedError, errno.ECONNREFUSED)
         self._next_port += 1
-        ours, theirs = memory_pair(("127.0.0.1", self._next_port), (host, port), stall=listener.stall)
+        address = ("127.0.0.1", self._next_port)
+        ours, theirs = memory_pair(address, (host, port), stall=listener.stall, jitter=self._jitter)
         listener.nursery.start_soon(listener.handler, theirs)
+        self.last[host, port] = ours
         return ours
 
 

@@ -16,6 +16,7 @@ from trio.testing import MockClock
 
 from trio_pdproxy.core.errors import only
 from trio_pdproxy.core.report import DispatchReport
+from trio_pdproxy.sim import SeenRequest
 from trio_pdproxy.testing.memory import MemoryRig, Visit
 
 T = TypeVar("T")
@@ -83,7 +84,9 @@ def outcome_of(rig: MemoryRig, visit: Visit) -> Outcome:
         raw=masked(visit.raw),
         outcome=report.outcome,
         dispatches=tuple(_dispatch(d) for d in report.dispatches),
-        engines={e.name: tuple(f"{r.how} {r.status}" for r in e.requests) for e in rig.cluster.engines},
+        engines={
+            e.name: tuple(f"{r.how} {r.status}" for r in e.requests if not _is_probe(r)) for e in rig.cluster.engines
+        },
         stranded=sum(e.stranded for e in rig.app.pool.decode),
         held=sum(e.blocks_held for e in rig.cluster.decode),
         metrics=_counters(rig),
@@ -99,6 +102,12 @@ def masked(raw: bytes) -> bytes:
     return _CREATED.sub(b'"created":0', _RANDOM.sub(b"<id>", raw))
 
 
+def _is_probe(seen: SeenRequest) -> bool:
+    """The proxy's own one-token question to a prefill engine: no leg, no transfer id."""
+    transfer = seen.transfer or {}
+    return bool(transfer.get("do_remote_decode")) and "transfer_id" not in transfer
+
+
 def _dispatch(d: DispatchReport) -> str:
     rescue = f" rescue={d.rescue}:{d.rescue_paid}" if d.rescue else ""
     settled = f" settled={d.settled}" if d.settled else ""
@@ -107,13 +116,13 @@ def _dispatch(d: DispatchReport) -> str:
 
 def _counters(rig: MemoryRig) -> tuple[str, ...]:
     """Every counter that is not 0. Not those of legs: a leg that is cancelled the moment before it fails did not."""
-    text, _ = rig.app.metrics.render()
-    text = text.decode() if isinstance(text, bytes) else text
-    lines = (line for line in text.splitlines() if not line.startswith("#"))
     return tuple(
-        line
-        for line in lines
-        if "_total" in line
-        and not line.endswith(" 0.0")
-        and not line.startswith(("pdproxy_leg_errors", "pdproxy_retries"))
+        f"{sample.name}{sample.labels} {sample.value:g}"
+        for family in rig.app.metrics.registry.collect()
+        if family.type == "counter" and family.name not in _OF_LEGS
+        for sample in family.samples
+        if sample.value and sample.name.endswith("_total")
     )
+
+
+_OF_LEGS = ("pdproxy_leg_errors", "pdproxy_retries")

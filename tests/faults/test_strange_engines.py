@@ -1,0 +1,189 @@
+"""Engines that are no engines: bytes that are no HTTP, answers without end, answers before the question."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any, Literal
+
+import pytest
+import trio
+
+from tests.faults.cells import PROMPT, TOKENS, Out, asked, settle, shorten_waits
+from tests.faults.client import Client, connected, request
+from tests.faults.table import Tables
+from tests.unit.raw import RawServer, raw_server
+from trio_pdproxy.core import sse
+from trio_pdproxy.exchange import legs
+from trio_pdproxy.sim import SimSettings, expected_text
+from trio_pdproxy.testing import Rig, open_rig
+
+NOTHING = Out(200, "text")
+HEAD = b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n"
+EVENT = b'data: {"choices": [{"index": 0, "text": " one"}]}\n\n'
+REFUSAL = b'{"error": {"message": "too large", "type": "T", "param": null, "code": 413}}'
+TOO_LARGE = b"HTTP/1.1 413 Too Large\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n%b" % (
+    len(REFUSAL),
+    REFUSAL,
+)
+
+Handler = Callable[[RawServer, trio.SocketStream], Awaitable[None]]
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+@asynccontextmanager
+async def strange(
+    role: Literal["P", "D"], handler: Handler, monkeypatch: pytest.MonkeyPatch, **bounds: Any
+) -> AsyncIterator[tuple[Rig, RawServer]]:
+    """A stack in which, once ready, every connection to the one engine of that role is answered by `handler`."""
+    shorten_waits(monkeypatch, reused=False)
+    bounds = {"health_interval": 3600, "health_timeout": 10, "attempts": 1, **bounds}
+    sim = SimSettings(keep_alive=600, max_model_len=100_000_000, num_blocks=10_000_000)
+    async with open_rig(sim=sim, **bounds) as rig, raw_server(handler) as server:
+        engine = rig.app.pool.prefill[0] if role == "P" else rig.app.pool.decode[0]
+
+        async def dial(host: str, port: int) -> trio.SocketStream:
+            return await trio.open_tcp_stream("127.0.0.1", server.port)
+
+        monkeypatch.setattr(engine.connections, "_dial", dial)
+        yield rig, server
+
+
+def endless(opening: bytes, piece: bytes) -> Handler:
+    async def handler(server: RawServer, stream: trio.SocketStream) -> None:
+        await server.read_request(stream)
+        await stream.send_all(opening)
+        while True:
+            await stream.send_all(piece)
+
+    return handler
+
+
+ENDLESS: dict[str, tuple[bytes, bytes, str]] = {
+    # opening, what follows without end, what the client sees: a 502 or a stream that was cut
+    "a status line": (b"HTTP/1.1 200 ", b"O" * 1000, "502"),
+    "a header": (b"HTTP/1.1 200 OK\r\nx: ", b"x" * 1000, "502"),
+    "headers": (b"HTTP/1.1 200 OK\r\n", b"x: y\r\n" * 100, "502"),
+    "interim answers": (b"", b"HTTP/1.1 102 Processing\r\n\r\n", "502"),
+    "no HTTP": (b"", b"\x00\xff" * 500, "502"),
+    "a chunk's extension": (HEAD + b"5;", b"x" * 1000, "502"),
+    "an extension in a stream": (HEAD + chunk(EVENT) + b"5;", b"x" * 1000, "cut"),
+    "trailers": (HEAD + chunk(EVENT) + b"0\r\n", b"x: y\r\n" * 100, "cut"),
+    "a first event": (HEAD, chunk(b"data: " + b"x" * 60_000), "502"),
+    "a later event": (HEAD + chunk(EVENT), chunk(b"data: " + b"x" * 60_000), "cut"),
+    "comments before an event": (HEAD, chunk(b": ping\n\n" * 1000), "502"),
+    "an answer": (
+        b"HTTP/1.1 200 OK\r\ncontent-type: application/json\r\ncontent-length: 99999999999\r\n\r\n",
+        b" " * 60_000,
+        "502",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ENDLESS)
+async def test_what_has_no_end_is_bounded(what: str, tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By its size: no deadline of these is short."""
+    monkeypatch.setattr(sse, "EVENT_LIMIT", 1_000_000)
+    monkeypatch.setattr(legs, "ANSWER_LIMIT", 1_000_000)
+    framer = sse.EventFramer.__init__
+    monkeypatch.setattr(framer, "__defaults__", (1_000_000,))
+    opening, piece, seen = ENDLESS[what]
+    async with strange("D", endless(opening, piece), monkeypatch) as (rig, server), connected(rig.url) as client:
+        await client.send(asked(PROMPT, stream=True))
+        with trio.fail_after(60):
+            got = await client.answer()
+        tables.cell("answers without end", what, "decode", str(got.status) if got.end == "complete" else got.end)
+        if seen == "cut":
+            assert (got.status, got.end) == (200, "cut")
+            assert b'"code":"stream_broken"' in got.events[-1]
+            assert b"[DONE]" not in got.body
+        else:
+            assert (got.status, got.end) == (502, "complete"), got
+            assert got.error["type"] == "decode_error"
+        assert await settle(rig, NOTHING) == {}
+        await server.until(lambda: server.open == 0)
+
+
+@pytest.mark.parametrize("what", ["a status line", "headers", "no HTTP", "a chunk's extension", "an answer"])
+async def test_a_prefill_engines_answer_without_end_is_bounded(
+    what: str, tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(legs, "ANSWER_LIMIT", 1_000_000)
+    opening, piece, _ = ENDLESS[what]
+    async with strange("P", endless(opening, piece), monkeypatch) as (rig, server), connected(rig.url) as client:
+        await client.send(asked(PROMPT, stream=True))
+        with trio.fail_after(60):
+            got = await client.answer()
+        tables.cell("answers without end", what, "prefill", str(got.status))
+        assert (got.status, got.end) == (502, "complete"), got
+        assert got.error["type"] == "prefill_error"
+        # It computed nothing, twice: what decode holds cannot be paid.
+        assert await settle(rig, Out(502, "proxy", stranded=1, held=1)) == {}
+        await server.until(lambda: server.open == 0)
+
+
+# -- answers before the question has been read -------------------------------------------------
+
+
+def early(then: Literal["close", "stay"]) -> Handler:
+    async def handler(server: RawServer, stream: trio.SocketStream) -> None:
+        await stream.receive_some(1000)
+        await stream.send_all(TOO_LARGE)
+        if then == "stay":
+            await trio.sleep_forever()
+
+    return handler
+
+
+async def ask_large(client: Client) -> None:
+    await client.send(request({"model": "sim", "prompt": "x" * 20_000_000, "max_tokens": TOKENS}))
+
+
+@pytest.mark.parametrize("then", ["close", "stay"])
+@pytest.mark.parametrize("role", ["P", "D"])
+async def test_an_answer_before_a_large_request_was_read_is_heard(
+    role: Literal["P", "D"], then: Literal["close", "stay"], tables: Tables, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its engine does not read on, so waiting until all is sent would be waiting for the deadline. Where it closes, the
+    kernel may have thrown its answer away with the connection: then it is a failure of the engine."""
+    async with strange(role, early(then), monkeypatch) as (rig, server), connected(rig.url) as client:
+        await ask_large(client)
+        with trio.fail_after(60):
+            got = await client.answer()
+        tables.cell("early answers", f"{then}", role, str(got.status))
+        assert got.status in ((413,) if then == "stay" else (413, 502)), got
+        assert got.end == "complete"
+        if got.status == 413:
+            assert got.body == REFUSAL
+        stranded = 1 if role == "P" else 0
+        out = Out(413, "engine", stranded=stranded, held=0)
+        if role == "P":
+            blocks = sum(engine.blocks_held for engine in rig.cluster.decode)
+            assert sum(engine.orphans for engine in rig.cluster.decode) == (blocks > 0)
+            assert rig.app.pool.decode[0].stranded == 1
+        else:
+            assert await settle(rig, out) == {}
+        monkeypatch.undo()
+        rig.app.pool.abandon()
+
+
+async def test_a_strange_stream_of_single_bytes_is_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def handler(server: RawServer, stream: trio.SocketStream) -> None:
+        await server.read_request(stream)
+        stream.setsockopt(6, 1, 1)  # TCP_NODELAY
+        for byte in HEAD + chunk(EVENT + b": ping\r\r") + chunk(EVENT[:9]) + chunk(EVENT[9:] + b"data: [DONE]\n\n"):
+            await stream.send_all(bytes([byte]))
+            await trio.lowlevel.checkpoint()
+        await stream.send_all(b"0\r\n\r\n")
+        await stream.receive_some(1)
+
+    async with strange("D", handler, monkeypatch) as (rig, _), connected(rig.url) as client:
+        await client.send(asked(PROMPT, stream=True))
+        got = await client.answer()
+        assert got.end == "complete"
+        assert got.body == EVENT + b": ping\r\r" + EVENT + b"data: [DONE]\n\n"
+        assert await settle(rig, NOTHING) == {}
+    assert expected_text(PROMPT, 1)
