@@ -25,8 +25,8 @@ class Fake:
         self.seed = stable_hash(self.name.encode())
 
 
-def fakes(letter: str, count: int, **more: int) -> list[Fake]:
-    return [Fake(f"{letter}{number}", **more) for number in range(count)]
+def fakes(letter: str, count: int) -> list[Fake]:
+    return [Fake(f"{letter}{number}") for number in range(count)]
 
 
 def engines(letter: str) -> st.SearchStrategy[list[Fake]]:
@@ -53,10 +53,11 @@ def fits(engine: Fake, avoid: frozenset[str]) -> bool:
     return engine.inflight < engine.max_inflight and engine.name not in avoid
 
 
-@given(engines("p"), engines("d"), wishes, avoided, policies, policies)
+@given(engines("p"), engines("d"), wishes, avoided, st.tuples(policies, policies))
 def test_a_pair_is_chosen_exactly_where_one_is_free_pairable_and_not_avoided(
-    prefill: list[Fake], decode: list[Fake], wish: Wish, avoid: frozenset[str], first: str, second: str
+    prefill: list[Fake], decode: list[Fake], wish: Wish, avoid: frozenset[str], names: tuple[str, str]
 ) -> None:
+    first, second = names
     pairs = pairs_of(prefill, decode)
     possible = {(p, d) for p, partners in pairs.items() for d in partners if fits(p, avoid) and fits(d, avoid)}
     chosen = routing.choose_pair(pairs, wish, avoid, policies=(POLICIES[first], POLICIES[second]))
