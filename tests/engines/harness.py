@@ -11,7 +11,7 @@ import httpx
 from trio_pdproxy.config import Settings
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.serve import serving
-from trio_pdproxy.testing import until
+from trio_pdproxy.testing import Streamed, until
 from trio_pdproxy.web.app import ProxyApp, create_app
 
 from .hand import MODEL
@@ -33,7 +33,7 @@ async def proxy(pair: VllmPair, **settings: Any) -> AsyncIterator[tuple[ProxyApp
         "prefill": [f"{p.url};side_channel={p.side_channel};lease={pair.lease}"],
         "decode": [f"{d.url};side_channel={d.side_channel}"],
     }
-    configured = Settings(**(engines | {"bind": "127.0.0.1:0"} | settings))
+    configured = Settings(**(engines | {"bind": "127.0.0.1:0", "warm_up": False} | settings))
     app = create_app(configured)
     async with serving(app, configured) as url, open_client(url, timeout=120) as client:
         await until(lambda: not app.missing(), 60)
@@ -51,6 +51,17 @@ def text_of(answer: dict[str, Any]) -> str:
     text = choice["text"] if "text" in choice else choice["message"]["content"]
     assert isinstance(text, str)
     return text
+
+
+async def ask(client: httpx.AsyncClient, path: str, prompt: str, *, stream: bool) -> str:
+    """The text the proxy answers; an AssertionError for anything but a complete 200."""
+    response = await client.post(path, json=body_of(path, prompt, stream=stream))
+    assert response.status_code == 200, response.text
+    assert "kv_transfer_params" not in response.text
+    if not stream:
+        return text_of(response.json())
+    assert response.content.endswith(b"data: [DONE]\n\n")
+    return Streamed(response.status_code, dict(response.headers), response.content, complete=True).text
 
 
 async def ask_single(client: httpx.AsyncClient, path: str, prompt: str) -> str:

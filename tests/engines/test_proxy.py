@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-import httpx
 import pytest
 import trio
 
 from trio_pdproxy.engines.transport import open_client
-from trio_pdproxy.testing import Streamed, requested, until
+from trio_pdproxy.testing import requested, until
 
 from .hand import MODEL
-from .harness import CHAT, COMPLETIONS, ask_single, body_of, over, proxy, quiet, text_of
+from .harness import CHAT, COMPLETIONS, ask, ask_single, body_of, over, proxy, quiet
 from .metrics import EngineMetrics, read_metrics, wait_for
 
 if TYPE_CHECKING:
@@ -21,16 +20,6 @@ if TYPE_CHECKING:
 pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 
 REQUESTS = 30
-
-
-async def ask(client: httpx.AsyncClient, path: str, prompt: str, *, stream: bool) -> str:
-    response = await client.post(path, json=body_of(path, prompt, stream=stream))
-    assert response.status_code == 200, response.text
-    assert "kv_transfer_params" not in response.text
-    if not stream:
-        return text_of(response.json())
-    assert response.content.endswith(b"data: [DONE]\n\n")
-    return Streamed(response.status_code, dict(response.headers), response.content, complete=True).text
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
