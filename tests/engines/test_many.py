@@ -1,4 +1,4 @@
-"""Two prefill and two decode engines of real vLLM on one small machine: a rolling day, compressed. Slow: full runs only."""
+"""Two prefill and two decode engines of real vLLM on one small machine: a rough day, compressed. In full runs only."""
 
 from __future__ import annotations
 
@@ -117,8 +117,8 @@ async def _kill_and_restart(app: ProxyApp, load: Load, engines: RunningSet, say:
     await over(app, 150)
     stranded = sum(engine.stranded for engine in app.pool.decode)
     say(
-        f"a prefill engine killed and restarted under load: {100 - sum(load.failures.values())} of 100 answered, slowest "
-        f"{load.slowest:.1f} s, stranded {stranded}, failures {dict(load.failures)}"
+        f"a prefill engine killed and restarted under load: {100 - sum(load.failures.values())} of 100 answered, "
+        f"slowest {load.slowest:.1f} s, stranded {stranded}, failures {dict(load.failures)}"
     )
     # None past its deadline; what failed failed honestly (an answer had begun, or both tries met the dying engine).
     assert load.slowest < 120
