@@ -72,7 +72,7 @@ class StepTrap(trio.abc.Instrument):
             deed, self._deed, self.sprung = self._deed, None, True
             try:
                 deed()
-            except BaseException as error:  # noqa: BLE001  a hook's exception ends the hook
+            except BaseException as error:  # noqa: ASYNC103  nothing can be cancelled in here
                 self.failure = error
 
 
@@ -96,17 +96,14 @@ async def sweep(
     *,
     prepare: Callable[[MemoryRig], Awaitable[None]],
     strands: bool = False,
-    every: int = 1,
 ) -> Swept:
     """Cancel a request at its first step, at its second, ... until one ends before its step is reached.
 
-    `prepare` sets the scene before each. `strands`: a debt of this scene may be beyond paying; else none may be left.
-    `every` takes only each so manieth step.
+    `prepare` sets the scene before each, and leaves nothing busy that is not part of it. `strands`: a debt of this scene may be beyond paying; else none may be left.
     """
     swept = Swept()
-    for step in range(1, LIMIT, every):
+    for step in range(1, LIMIT):
         await prepare(rig)
-        await rig.ended()
         scene = _Scene(rig)
         await cut(rig, trap, step)
         reached = trap.disarm()
@@ -137,8 +134,11 @@ class _Scene:
         rig = self._rig
         wrong = [f"task {path}" for path in grown(self._tasks, rig.tasks())]
         for engine, seen in zip(rig.cluster.engines, self._requests, strict=True):
-            wrong += [f"{engine.name} does not know that its request is over"
-                      for request in engine.requests[seen:] if request.how == "running"]
+            wrong += [
+                f"{engine.name} does not know that its request is over"
+                for request in engine.requests[seen:]
+                if request.how == "running"
+            ]
         report = rig.app.recent[-1] if rig.app.recent else None
         dispatches = report.dispatches if report is not None and report is not self._last else []
         stranded = {d.id for d in dispatches if d.debt is Debt.STRANDED}
