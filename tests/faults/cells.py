@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -17,6 +18,7 @@ from trio_pdproxy.engines import connections
 from trio_pdproxy.exchange import dispatch
 from trio_pdproxy.sim import Fault, SeenRequest, SimEngine, SimSettings, expected_text
 from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing.waiting import until
 
 TOKENS = 6
 PROMPT = "one cell"
@@ -161,7 +163,7 @@ def engine_error(cell: Cell) -> bytes:
 
 def bounds(cell: Cell) -> dict[str, Any]:
     """Only the deadline that the cell is about is short: a slow machine must not meet the others."""
-    found: dict[str, Any] = {"health_interval": 3600, "health_timeout": 10, "drain_grace": 30}
+    found: dict[str, Any] = {"health_interval": 3600, "health_timeout": 10, "drain_grace": 30, "shutdown_grace": 1}
     if cell.what != "hang" or (cell.where == "after_body" and not (cell.party == "D" and cell.stream)):
         return found
     if cell.party == "P":
@@ -245,18 +247,14 @@ async def follow_up(client: Client, rig: Rig, count: int) -> None:
 
 
 async def ready(rig: Rig) -> None:
-    with trio.fail_after(30):
-        while not all(engine.usable for engine in rig.app.pool.engines):
-            await trio.sleep(0.005)
+    await until(lambda: all(engine.usable for engine in rig.app.pool.engines), 30)
 
 
 async def settle(rig: Rig, out: Out, seconds: float = 30.0) -> dict[str, int]:
     """Wait until nothing is left but what the table says; what is left then."""
-    left: dict[str, int] = {}
-    with trio.move_on_after(seconds):
-        while left := leftovers(rig, out):
-            await trio.sleep(0.002)
-    return left
+    with suppress(AssertionError):
+        await until(lambda: not leftovers(rig, out), seconds)
+    return leftovers(rig, out)
 
 
 def leftovers(rig: Rig, out: Out) -> dict[str, int]:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 
 from tests.faults.table import SEEN, Tables
 
 
 @pytest.fixture
-def tables() -> Iterator[Tables]:
+def tables() -> Tables:
     """Where a test writes down what it saw."""
     return SEEN
 

@@ -17,7 +17,7 @@ from tests.faults.client import connected, request
 from tests.faults.table import Tables
 from trio_pdproxy.core.verdict import Debt
 from trio_pdproxy.sim import Fault, SimSettings, expected_text
-from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing import Rig, open_rig, waiting
 
 Way = Literal["close", "half_close", "reset"]
 WAYS: tuple[Way, ...] = ("close", "half_close", "reset")
@@ -25,13 +25,11 @@ NOTHING = Out(200, "text")
 ENDLESS = 100_000
 """Tokens of a stream that no socket buffers hold."""
 
-BOUNDS: dict[str, Any] = {"health_interval": 3600, "health_timeout": 10}
+BOUNDS: dict[str, Any] = {"health_interval": 3600, "health_timeout": 10, "shutdown_grace": 1}
 
 
-async def until(condition: Callable[[], object], seconds: float = 30) -> None:
-    with trio.fail_after(seconds):
-        while not condition():
-            await trio.sleep(0.001)
+async def until(holds: Callable[[], object]) -> None:
+    await waiting.until(holds, 30, step=0.001)
 
 
 async def gone(rig: Rig, tables: Tables, row: str, column: str, *, stranded: int = 0) -> None:
@@ -146,7 +144,7 @@ async def test_leaving_while_a_failed_prefill_leg_is_rescued(tables: Tables) -> 
 
 # -- leaving that the server does not see ------------------------------------------------------
 
-UNSEEN = {
+UNSEEN: dict[str, Callable[[bytes], bytes]] = {
     "crlf": lambda body: body + b"\r\n",
     "pipelined": lambda body: body + body,
     "h2c": lambda body: body.replace(
@@ -190,6 +188,47 @@ async def test_a_leaving_that_nobody_sees_ends_at_a_deadline(trick: str, hung: s
         await client.leave("close")
         await until(lambda: not rig.app.active)
         await gone(rig, tables, f"{trick} unseen", f"6 {hung}")
+
+
+# -- what a client's connection was made of ------------------------------------------------------
+
+LEFT_BEHIND = ["at once", "after an answer", "half-closed", "crlf", "pipelined", "h2c", "in a stream", "in two streams"]
+
+
+@pytest.mark.xfail(strict=True, reason="the server keeps a closed connection's tasks: see ContainedServer")
+async def test_closed_connections_leave_no_task_and_no_descriptor() -> None:
+    """However their clients ended them; a server that kept them would run out of descriptors."""
+    async with open_rig(sim=SimSettings(itl=0.002), **BOUNDS) as rig:
+        async with connected(rig.url) as client:
+            await client.send(asked("first", stream=True))
+            await client.answer()
+        await trio.sleep(0.1)
+        before = held()
+        for way in LEFT_BEHIND:
+            for _ in range(10):
+                await leave_behind(rig, way)
+        await until(lambda: held() <= before)
+
+
+def held() -> int:
+    """Tasks: each connection of a client has some, and its descriptor lives as long as they do."""
+    return trio.lowlevel.current_statistics().tasks_living
+
+
+async def leave_behind(rig: Rig, way: str) -> None:
+    async with connected(rig.url) as client:
+        if way == "at once":
+            return
+        one = asked("x", stream=True)
+        if way in ("in a stream", "in two streams"):
+            await client.send(one * (1 + (way == "in two streams")))
+            await client.until(b"data: ")
+            return
+        await client.send(UNSEEN.get(way, bytes)(one))
+        await client.answer()
+        if way == "half-closed":
+            await client.leave("half_close")
+            await trio.sleep(0.005)
 
 
 # -- old clients -------------------------------------------------------------------------------

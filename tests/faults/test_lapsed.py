@@ -17,6 +17,7 @@ from tests.faults.cells import Out, asked, settle, shorten_waits
 from tests.faults.client import Client, connected
 from trio_pdproxy.sim import Fault, SimSettings, expected_text
 from trio_pdproxy.testing import Rig, open_rig
+from trio_pdproxy.testing.waiting import until
 
 NOTHING = Out(200, "text")
 
@@ -31,14 +32,11 @@ async def at_work(monkeypatch: pytest.MonkeyPatch, second: Fault | None, **bound
     async with open_rig(sim=sim, **bounds) as rig, connected(rig.url) as client:
         rig.d.faults.add(Fault("before_head", "slow", after_work=True, until=released))
         await client.send(asked("long work", stream=False))
-        with trio.fail_after(30):
-            while not rig.d.requests or rig.p.requests[-1].how == "running":
-                await trio.sleep(0.001)
-            first = rig.p.requests[-1]
-            if second is not None:
-                rig.p.faults.add(second)
-            while rig.p.requests[-1] is first:
-                await trio.sleep(0.005)
+        await until(lambda: rig.d.requests and rig.p.requests[-1].how != "running", 30, step=0.001)
+        first = rig.p.requests[-1]
+        if second is not None:
+            rig.p.faults.add(second)
+        await until(lambda: rig.p.requests[-1] is not first, 30)
         yield rig, client, released
 
 

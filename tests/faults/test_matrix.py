@@ -17,6 +17,9 @@ from tests.faults.table import Tables
 
 CUTS = ("reset", "fin", "garbage")
 
+Faults = dict[str, tuple[Out, ...]]
+"""What happens -> what comes of it, mode by mode."""
+
 
 def whole(rescue: str | None = None) -> Out:
     return Out(200, "text", rescue=rescue)
@@ -70,20 +73,20 @@ PREFILL_FOREIGN = Out(502, "proxy", stranded=1)
 #   alone: there is no other pair     reused: the same on a kept-alive connection
 #   reused always: and it fails on a fresh one too     other: another pair
 # What dies on a kept-alive connection before any of its head may have died of being kept alive: tried again.
-_REFUSAL = {str(status): (engine(status),) * 4 for status in (400, 422, 429)}
-_FAILURE = {str(status): (engine(status), engine(status), engine(status), whole()) for status in (500, 503)}
-_HEADLESS = dict.fromkeys(CUTS, (proxy(502), whole(), proxy(502), whole()))
-_HEADED = dict.fromkeys(CUTS, (proxy(502), proxy(502), proxy(502), whole()))
-_SLOW = {"slow": (whole(),) * 4}
-_SILENT = {"hang": (proxy(504, "lapsed"),) * 4}
-DECODE_UNSAID: dict[str, dict[str, tuple[Out, ...]]] = {
+_REFUSAL: Faults = {str(status): (engine(status),) * 4 for status in (400, 422, 429)}
+_FAILURE: Faults = {str(status): (engine(status), engine(status), engine(status), whole()) for status in (500, 503)}
+_HEADLESS: Faults = dict.fromkeys(CUTS, (proxy(502), whole(), proxy(502), whole()))
+_HEADED: Faults = dict.fromkeys(CUTS, (proxy(502), proxy(502), proxy(502), whole()))
+_SLOW: Faults = {"slow": (whole(),) * 4}
+_SILENT: Faults = {"hang": (proxy(504, "lapsed"),) * 4}
+DECODE_UNSAID: dict[str, Faults] = {
     "before_head": _REFUSAL | _FAILURE | _HEADLESS | _SLOW | _SILENT,
     "in_head": _HEADLESS | _SLOW | _SILENT,
     "after_head": _HEADED | _SLOW | _SILENT,
 }
 _CUT = Out(200, "part", "cut")
 _CUT_AFTER_DONE = Out(200, "part+done", "cut")
-DECODE_STREAM: dict[str, dict[str, tuple[Out, ...]]] = {
+DECODE_STREAM: dict[str, Faults] = {
     **DECODE_UNSAID,
     "after_head": DECODE_UNSAID["after_head"] | {"sse_error": (engine(500), engine(500), engine(500), whole())},
     "mid_body": dict.fromkeys((*CUTS, "hang"), (_CUT,) * 4) | _SLOW | {"sse_error": (Out(200, "text+error"),) * 4},
@@ -91,7 +94,7 @@ DECODE_STREAM: dict[str, dict[str, tuple[Out, ...]]] = {
     "after_body": dict.fromkeys((*CUTS, "hang"), (_CUT_AFTER_DONE,) * 4) | _SLOW,
     "any": {"extra": (whole(),) * 4},
 }
-DECODE_WHOLE: dict[str, dict[str, tuple[Out, ...]]] = {
+DECODE_WHOLE: dict[str, Faults] = {
     **DECODE_UNSAID,
     "mid_body": _HEADED | _SLOW | _SILENT,
     # Its length was declared, and that many bytes have come.

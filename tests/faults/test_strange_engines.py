@@ -15,7 +15,7 @@ from tests.faults.table import Tables
 from tests.unit.raw import RawServer, raw_server
 from trio_pdproxy.core import sse
 from trio_pdproxy.exchange import legs
-from trio_pdproxy.sim import SimSettings, expected_text
+from trio_pdproxy.sim import SimSettings
 from trio_pdproxy.testing import Rig, open_rig
 
 NOTHING = Out(200, "text")
@@ -149,7 +149,7 @@ async def test_an_answer_before_a_large_request_was_read_is_heard(
 ) -> None:
     """Its engine does not read on, so waiting until all is sent would be waiting for the deadline. Where it closes, the
     kernel may have thrown its answer away with the connection: then it is a failure of the engine."""
-    async with strange(role, early(then), monkeypatch) as (rig, server), connected(rig.url) as client:
+    async with strange(role, early(then), monkeypatch) as (rig, _), connected(rig.url) as client:
         await ask_large(client)
         with trio.fail_after(60):
             got = await client.answer()
@@ -158,16 +158,16 @@ async def test_an_answer_before_a_large_request_was_read_is_heard(
         assert got.end == "complete"
         if got.status == 413:
             assert got.body == REFUSAL
-        stranded = 1 if role == "P" else 0
-        out = Out(413, "engine", stranded=stranded, held=0)
-        if role == "P":
-            blocks = sum(engine.blocks_held for engine in rig.cluster.decode)
-            assert sum(engine.orphans for engine in rig.cluster.decode) == (blocks > 0)
-            assert rig.app.pool.decode[0].stranded == 1
-        else:
-            assert await settle(rig, out) == {}
-        monkeypatch.undo()
-        rig.app.pool.abandon()
+        # What decode holds of a request that it may have had no time to read is not for this test to say.
+        seen = [engine.orphans for engine in rig.cluster.decode]
+        held = {name for name in rig.leftovers() if name.endswith(" blocks")} if role == "P" else set()
+        with trio.fail_after(60):
+            while set(rig.leftovers()) - held or seen != [engine.orphans for engine in rig.cluster.decode]:
+                seen = [engine.orphans for engine in rig.cluster.decode]
+                held = {name for name in rig.leftovers() if name.endswith(" blocks")} if role == "P" else set()
+                await trio.sleep(0.01)
+        assert rig.app.pool.decode[0].stranded == (role == "P")
+        assert sum(seen) <= (role == "P")
 
 
 async def test_a_strange_stream_of_single_bytes_is_the_same_stream(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,4 +186,3 @@ async def test_a_strange_stream_of_single_bytes_is_the_same_stream(monkeypatch: 
         assert got.end == "complete"
         assert got.body == EVENT + b": ping\r\r" + EVENT + b"data: [DONE]\n\n"
         assert await settle(rig, NOTHING) == {}
-    assert expected_text(PROMPT, 1)

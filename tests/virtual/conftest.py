@@ -10,7 +10,7 @@ import pytest
 @dataclass(slots=True)
 class Tally:
     rows: int = 0
-    seeds: int = 0
+    schedules: int = 0
     cancellations: int = 0
     leftovers: int = 0
 
@@ -21,6 +21,6 @@ TALLY = Tally()
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if TALLY.rows or TALLY.cancellations:
         terminalreporter.write_line(
-            f"virtual time: {TALLY.rows} rows on {TALLY.seeds} schedules; "
+            f"virtual time: {TALLY.rows} rows on {TALLY.schedules} schedules; "
             f"{TALLY.cancellations} cancellations injected, {TALLY.leftovers} leftovers"
         )

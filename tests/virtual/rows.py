@@ -11,6 +11,9 @@ from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
+import trio
+
+from trio_pdproxy.engines.pool import Want
 from trio_pdproxy.sim import Fault, SimSettings
 from trio_pdproxy.sim.faults import What
 from trio_pdproxy.testing import MemoryRig
@@ -44,6 +47,8 @@ class Want:
     headers: frozenset[tuple[bytes, bytes]] = frozenset()
 
 
+PLAIN = SimSettings()
+
 Arrange = Callable[[MemoryRig], None]
 Prepare = Callable[[MemoryRig], Awaitable[None]]
 
@@ -58,7 +63,7 @@ class Row:
     modes: tuple[bool, ...] = (True, False)
     """stream, whole."""
     pairs: tuple[int, int] = (1, 1)
-    sim: SimSettings = SimSettings()
+    sim: SimSettings = PLAIN
     settings: dict[str, Any] = field(default_factory=dict)
     body: dict[str, Any] = field(default_factory=dict)
     leave_after: float = inf
@@ -124,7 +129,7 @@ async def p_restarts_unmet(rig: MemoryRig) -> None:
     await rig.p.restart()
 
 
-async def side_channel_breaks(rig: MemoryRig) -> None:
+async def side_channel_breaks(rig: MemoryRig) -> None:  # noqa: ASYNC124  one of several
     """Decode's first contact with prefill takes 5 s to fail, and is its own error then."""
     rig.p.core.side_channel_broken.set()
 
@@ -683,6 +688,8 @@ def _ties() -> Iterator[Row]:
             yield Row(f"prefill {pn}, decode {dn}", both(p(pf), d(df)), want)
 
 
+ONE_PLACE = {"prefill_max_inflight": 1, "decode_max_inflight": 1}
+
 NOBODY = [
     Row(
         "prefill is down",
@@ -696,7 +703,40 @@ NOBODY = [
         Want(503, outcome="proxy_error", dispatches=(), p=(), d=(), says=b"no usable decode engine"),
         prepare=lambda rig: _down(rig, "decode"),
     ),
+    Row(
+        "the queue is full",
+        nothing,
+        Want(429, outcome="overloaded", dispatches=(), p=(), d=(), says=b'"code":"queue_full"'),
+        settings={**ONE_PLACE, "queue_size": 0},
+        prepare=lambda rig: busy(rig, 1),
+    ),
+    Row(
+        "no place comes free in time",
+        nothing,
+        Want(429, outcome="overloaded", dispatches=(), p=(), d=(), says=b'"code":"queue_timeout"', seconds=(30, 30)),
+        settings=ONE_PLACE,
+        prepare=lambda rig: busy(rig, 40),
+    ),
+    Row(
+        "a place comes free in time",
+        nothing,
+        Want(seconds=(20, 21)),
+        settings=ONE_PLACE,
+        prepare=lambda rig: busy(rig, 20),
+    ),
 ]
+
+
+async def busy(rig: MemoryRig, seconds: float) -> None:
+    """The only place is taken, and given back after `seconds`."""
+    taken = await rig.app.pool.take(Want(pair=True))
+
+    async def give_back() -> None:
+        await trio.sleep(seconds)
+        for engine in taken:
+            rig.app.pool.give_back(engine)
+
+    rig.core.start_soon(give_back)
 
 
 async def _down(rig: MemoryRig, role: str) -> None:

@@ -6,9 +6,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import trio
-
-from tests.virtual.rows import D400, P400, breaks, says
+from tests.virtual.rows import D400, ONE_PLACE, P400, PLAIN, breaks, busy, says
 from trio_pdproxy.sim import Fault, SimSettings
 from trio_pdproxy.testing import MemoryRig
 
@@ -26,7 +24,7 @@ class Scene:
     prepare: Callable[[MemoryRig], Awaitable[None]] = nothing
     body: dict[str, Any] = field(default_factory=dict)
     pairs: tuple[int, int] = (1, 1)
-    sim: SimSettings = SimSettings()
+    sim: SimSettings = PLAIN
     settings: dict[str, Any] = field(default_factory=dict)
     strands: bool = False
 
@@ -34,7 +32,7 @@ class Scene:
 def faults(*, p: tuple[Fault, ...] = (), d: tuple[Fault, ...] = ()) -> Callable[[MemoryRig], Awaitable[None]]:
     """The same ones each time; of several engines of a role, whichever is asked first meets them."""
 
-    async def prepare(rig: MemoryRig) -> None:
+    async def prepare(rig: MemoryRig) -> None:  # noqa: ASYNC124  one of several
         for engines, script in ((rig.cluster.prefill, p), (rig.cluster.decode, d)):
             for fault in script:
                 fault.hits = 0
@@ -57,14 +55,7 @@ async def dead_connections(rig: MemoryRig) -> None:
 
 async def no_place(rig: MemoryRig) -> None:
     """The only place is taken for another second."""
-    taken = await rig.app.pool.take(pair=True)
-
-    async def give_back() -> None:
-        await trio.sleep(1)
-        for engine in taken:
-            rig.app.pool.give_back(engine)
-
-    rig.core.start_soon(give_back)
+    await busy(rig, 1)
 
 
 STREAM: dict[str, Any] = {"stream": True, "max_tokens": 2}
@@ -81,12 +72,15 @@ SCENES = [
     Scene("decode refuses", faults(d=(says(422, D400),)), STREAM, sim=SimSettings(prefill_base=1)),
     Scene("decode breaks in mid-stream", faults(d=(Fault("mid_body", "reset", after=1),)), STREAM),
     Scene("two choices", body={**STREAM, "n": 2}, sim=SimSettings(prefill_base=1)),
+    Scene(
+        "a short and a long prompt",
+        body={**STREAM, "prompt": ["x" * 16, "y" * 200]},
+        sim=SimSettings(prefill_per_token=0.05, itl=0.1),
+    ),
     Scene("a large body", body={**STREAM, "prompt": "x" * LARGE}, sim=SimSettings(max_model_len=LARGE + 10)),
     Scene("decode alone", body={**STREAM, "echo": True, "logprobs": 1}),
     Scene("a lapsed lease", faults(d=(breaks("slow", delay=40),)), STREAM),
     Scene("dead connections", dead_connections, STREAM),
 ]
 
-QUEUED = Scene(
-    "queued", no_place, STREAM, settings={"prefill_max_inflight": 1, "decode_max_inflight": 1, "queue_timeout": 5}
-)
+QUEUED = Scene("queued", no_place, STREAM, settings={**ONE_PLACE, "queue_timeout": 5})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.virtual.conftest import TALLY
 from tests.virtual.rows import CASES, PROMPT, Row
 from trio_pdproxy.testing import Outcome, Visit, grown, one_outcome, open_memory_rig, outcome_of
 
@@ -37,11 +38,13 @@ _STRANDED = {f"decode-{n} blocks" for n in range(2)}
 
 @pytest.mark.parametrize(("row", "stream"), [(row, stream) for _, row, stream in CASES], ids=[c[0] for c in CASES])
 def test_a_row_has_one_outcome_and_the_right_one(row: Row, stream: bool) -> None:
+    TALLY.rows += 1
     visits: list[Visit] = []
 
     async def play() -> Outcome:
         outcome, visit = await _play(row, stream)
         visits.append(visit)
+        TALLY.schedules += 1
         return outcome
 
     got = one_outcome(play, SEEDS)

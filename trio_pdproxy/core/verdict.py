@@ -54,7 +54,7 @@ class Decode(Enum):
     FAILED = "failed"
     """5xx or another status that is no answer, or its first event is its own error."""
     BROKEN = "broken"
-    """Reset, end of stream, or no HTTP, before the first body byte."""
+    """Reset, end of stream, no HTTP, or a gateway's 5xx, before the first body byte."""
     LATE = "late"
     """Silent at the first-byte deadline."""
     SPEAKING = "speaking"

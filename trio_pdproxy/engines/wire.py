@@ -141,6 +141,8 @@ class Connection:
             self._informational += 1
             self._headers = []
             return
+        if self._header_count > HEADER_LIMIT or self._informational > INFORMATIONAL_LIMIT:
+            return  # no head that anybody is to see
         # Asked here because llhttp forgets what it knew once the message is complete.
         self._keep_alive = self._parser.should_keep_alive()
         self._framed = any(name in (b"content-length", b"transfer-encoding") for name, _ in self._headers)
@@ -232,16 +234,18 @@ class Connection:
             return
         self._received += len(data)
         had, head = len(self._data), self._head
+        wrong = ""
         try:
             self._parser.feed_data(data)
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
             self.spoiled = True  # after a complete answer only the connection suffers
             if not self._complete:
-                self._failure = BrokenError(f"not HTTP: {error}")
-                if len(self._data) == had and self._head is head:
-                    raise self._failure from None
-                return
-        self._bound(len(data), progress=len(self._data) > had or self._complete)
+                wrong = f"not HTTP: {error}"
+        if wrong := wrong or self._out_of_bounds(len(data), progress=len(self._data) > had or self._complete):
+            self.spoiled = True
+            self._failure = BrokenError(wrong)
+            if len(self._data) == had and self._head is head:
+                raise self._failure
 
     def _end_of_stream(self) -> None:
         self.spoiled = True
@@ -253,22 +257,14 @@ class Connection:
             raise BrokenError("connection closed before the end of the answer")
         self._complete = True  # neither length nor chunks: the end of the stream is the end of the body
 
-    def _bound(self, size: int, *, progress: bool) -> None:
+    def _out_of_bounds(self, size: int, *, progress: bool) -> str:
+        """What there is too much of, if anything."""
         if self._header_count > HEADER_LIMIT or self._informational > INFORMATIONAL_LIMIT:
-            self._refuse("more headers than any engine sends")
+            return "more headers than any engine sends"
         if self._head is None:
-            if self._received > HEAD_LIMIT:
-                self._refuse("a head beyond all bounds")
-        elif progress:
-            self._silent = 0
-        else:
-            self._silent += size
-            if self._silent > SILENT_LIMIT:
-                self._refuse("framing without end")
-
-    def _refuse(self, why: str) -> None:
-        self.spoiled = True
-        raise BrokenError(why)
+            return "a head beyond all bounds" if self._received > HEAD_LIMIT else ""
+        self._silent = 0 if progress else self._silent + size
+        return "framing without end" if self._silent > SILENT_LIMIT else ""
 
     # -- the life between requests ---------------------------------------------------------------
 

@@ -139,7 +139,9 @@ class DecodeLeg:
         if self.answer.status == 200:
             return Decode.DONE
         self.reason = f"answered {self.answer.status}"
-        return Decode.REJECTED if 400 <= self.answer.status < 500 else Decode.FAILED
+        if 400 <= self.answer.status < 500:
+            return Decode.REJECTED
+        return Decode.FAILED if _is_engines_own(self.answer) else Decode.BROKEN
 
     async def _first_event(self) -> Decode:
         if self.framer is None:
@@ -151,14 +153,18 @@ class DecodeLeg:
             if self.report.first is None:
                 self.report.first = trio.current_time()
             try:
-                self.opening += self.framer.feed(data)
+                block = self.framer.feed(data)
             except sse.EventTooLongError as error:
                 self.connection.spoiled = True
                 raise BrokenError(str(error)) from error
+            self.opening += block
             # Comments say nothing: an engine may send them (`: ping`) long before it has its KV.
-            if self.opening and (said := sse.events(self.opening)):
+            if block and (said := sse.events(block)):
                 self.error_seen = any(sse.error_event(event) for event in said[1:])
                 return self._judge(said[0])
+            if len(self.opening) > sse.EVENT_LIMIT:
+                self.connection.spoiled = True
+                raise BrokenError(f"more than {sse.EVENT_LIMIT} bytes before its first event")
 
     def _judge(self, first: bytes) -> Decode:
         error = sse.error_event(first)
@@ -195,6 +201,12 @@ class DecodeLeg:
     def passed_headers(self) -> Headers:
         assert self.head is not None
         return passed_headers(self.head)
+
+
+def _is_engines_own(answer: Answer) -> bool:
+    """Whether a 5xx is the engine's word, which proves that it holds nothing. A gateway between us says 502, 503 or
+    504, seldom in JSON, when it has given up waiting for an engine that works on."""
+    return answer.status not in (502, 504) and sse.error_event(answer.body) is not None
 
 
 def _is_event_stream(head: Head) -> bool:

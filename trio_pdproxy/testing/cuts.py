@@ -20,7 +20,10 @@ def client_closes(**body: object) -> Cut:
     """The client closes its connection; whichever task reads from it gets to know."""
 
     async def cut(rig: MemoryRig, trap: StepTrap, step: int) -> None:
-        trap.arm(_served_by(rig), step, lambda: rig.network.last[HOST, PORT].close_now())
+        def close() -> None:
+            rig.network.last[HOST, PORT].close_now()  # the one that is there by then
+
+        trap.arm(_served_by(rig), step, close)
         await rig.visit(**body)  # type: ignore[arg-type]
 
     return cut
@@ -50,7 +53,7 @@ def scope_cancelled(**body: object) -> Cut:
                 trap.arm(lambda task: is_below(task, own), step, scope.cancel)
                 await run_exchange(plan, rig.app.pool, MemorySink(), report)
 
-        async with trio.open_nursery() as nursery:
+        async with trio.open_nursery() as nursery:  # noqa: ASYNC112  for the task
             nursery.start_soon(exchange)
         rig.app.recent.append(report)
 

@@ -7,10 +7,10 @@ deadline takes a millisecond, and every step of it is a step of trio's scheduler
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from math import inf
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import trio
 from hypercorn.app_wrappers import ASGIWrapper
@@ -68,6 +68,8 @@ class MemoryRig(Rig):
     """A `Rig` whose network and task trees are at hand."""
 
     network: Network
+    engines: trio.Nursery
+    """Where each connection to an engine is a task, at the engine's end. Outlives the proxy."""
     server: trio.Nursery
     """Where each client connection is a task."""
     core: trio.Nursery
@@ -121,10 +123,8 @@ class MemoryRig(Rig):
         visit = Visit()
         began = trio.current_time()
         with trio.move_on_after(leave_after) as patience:
-            try:
+            with suppress(BrokenError):  # what had come until then is in the visit
                 await self._visit(visit, path, {"model": "sim", "prompt": "hello", **body})
-            except BrokenError:
-                pass  # what had come until then is in the visit
         if patience.cancelled_caught:
             visit.end = "left"
         visit.seconds = trio.current_time() - began
@@ -178,9 +178,9 @@ async def open_memory_rig(
                 await until_ready(app)
                 if not warm:
                     await _cool(app)
-                for sim in cluster.engines:
-                    sim.requests.clear()  # the probe is nobody's request
-            yield MemoryRig(cluster, app, url, client, network, server, core, connections)
+                for engine in cluster.engines:
+                    engine.requests.clear()  # the probe is nobody's request
+            yield MemoryRig(cluster, app, url, client, network, engines, server, core, connections)
         engines.cancel_scope.cancel("the rig is closed")
 
 
@@ -201,7 +201,7 @@ async def _served(
 ) -> AsyncIterator[tuple[trio.Nursery, trio.Nursery]]:
     """What Hypercorn's worker does with an app, without its listeners: lifespan startup, connections, the graceful
     end, lifespan shutdown."""
-    config = ServerConfig(settings)
+    config = ServerConfig(settings, settings.bind)
     wrapped = ASGIWrapper(app)
     context = WorkerContext(None)
     lifespan = Lifespan(wrapped, config, {})
@@ -210,7 +210,8 @@ async def _served(
         with trio.CancelScope() as scope:
             connections.add(scope)
             try:
-                await ContainedServer(wrapped, config, context, {}, stream).run()
+                # It is said to want a socket's stream, and asks it for its addresses.
+                await ContainedServer(wrapped, config, context, {}, cast("Any", stream)).run()
             finally:
                 connections.discard(scope)
                 stream.close_now()
@@ -225,7 +226,7 @@ async def _served(
             finally:
                 network.close(HOST, PORT)
                 app.quiescing = True
-                await context.terminated.set()
+                await context.terminated.set()  # noqa: ASYNC102  as Hypercorn does it, and it waits for nothing
                 server.cancel_scope.deadline = trio.current_time() + config.graceful_timeout
         await lifespan.wait_for_shutdown()
         core.cancel_scope.cancel("served")
