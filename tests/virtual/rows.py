@@ -13,7 +13,7 @@ from typing import Any
 
 import trio
 
-from trio_pdproxy.engines.pool import Want
+from trio_pdproxy.engines.pool import Want as PoolWant
 from trio_pdproxy.sim import Fault, SimSettings
 from trio_pdproxy.sim.faults import What
 from trio_pdproxy.testing import MemoryRig
@@ -729,7 +729,7 @@ NOBODY = [
 
 async def busy(rig: MemoryRig, seconds: float) -> None:
     """The only place is taken, and given back after `seconds`."""
-    taken = await rig.app.pool.take(Want(pair=True))
+    taken = await rig.app.pool.take(PoolWant(pair=True))
 
     async def give_back() -> None:
         await trio.sleep(seconds)

@@ -162,7 +162,7 @@ async def open_memory_rig(
     configured = Settings(
         prefill=[spec_of(e) for e in cluster.prefill],
         decode=[spec_of(e) for e in cluster.decode],
-        **{"health_interval": 3600.0, **settings},
+        **{"health_interval": 3600.0, "warm_up": False, **settings},
     )
     app = create_app(configured, side_channel=SimSideChannel(cluster), dial=network.dial)
     async with trio.open_nursery() as engines:
