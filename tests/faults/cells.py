@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -192,33 +192,36 @@ def asked(prompt: str, *, stream: bool) -> bytes:
     return request({"model": "sim", "prompt": prompt, "max_tokens": TOKENS, "stream": stream})
 
 
-async def play(cell: Cell, tables: Tables) -> None:
+async def play(cell: Cell, tables: Tables, one_at_a_time: trio.Lock | None = None) -> None:
+    """Where cells run together they are still set up one by one: their deadlines are for what comes after."""
     count = 2 if cell.other else 1
     sim = SimSettings(keep_alive=600)
-    async with open_rig(prefill=count, decode=count, sim=sim, **bounds(cell)) as rig:
-        stage = Stage(cell, rig)
-        async with connected(rig.url) as client:
-            await follow_up(client, rig, count)  # every engine has met every other, and has a connection
-            stage.plant()
-            with trio.fail_after(60):
-                got = await ask(client, stage)
-            place = f"{PLACES.index(cell.where)} {cell.where}"
-            row = f"{cell.what} {cell.mode}"
-            title = f"faults of {cell.party}: {'stream' if cell.stream else 'whole answer'}"
-            check_body(got, cell)
-            left = await settle(rig, cell.out)
-            tables.cell(title, row, place, str(seen_out(got, rig)))
-            tables.leftovers += bool(left)
-            assert left == {}
-            check_report(rig, cell.out)
-            for engine in rig.cluster.engines:
-                engine.faults.clear()
+    async with AsyncExitStack() as stack:
+        async with one_at_a_time or trio.Lock():
+            rig = await stack.enter_async_context(
+                open_rig(prefill=count, decode=count, sim=sim, ready=False, **bounds(cell))
+            )
+            client = await stack.enter_async_context(connected(rig.url))
             await ready(rig)
-            if got.end == "complete":
-                await follow_up(client, rig, 1)
+            await follow_up(client, rig, count)  # every engine has met every other, and has a connection
+        stage = Stage(cell, rig)
+        stage.plant()
+        with trio.fail_after(60):
+            got = await ask(client, stage)
+        check_body(got, cell)
+        left = await settle(rig, cell.out)
+        title = f"faults of {cell.party}: {'stream' if cell.stream else 'whole answer'}"
+        place = f"{PLACES.index(cell.where)} {cell.where}"
+        tables.cell(title, f"{cell.what} {cell.mode}", place, str(seen_out(got, rig)))
+        tables.leftovers += bool(left)
+        assert left == {}
+        check_report(rig, cell.out)
+        for engine in rig.cluster.engines:
+            engine.faults.clear()
+        await ready(rig)
         if got.end != "complete":
-            async with connected(rig.url) as another:
-                await follow_up(another, rig, 1)
+            client = await stack.enter_async_context(connected(rig.url))
+        await follow_up(client, rig, 1)
         assert await settle(rig, cell.out) == {}
 
 
@@ -247,7 +250,15 @@ async def follow_up(client: Client, rig: Rig, count: int) -> None:
 
 
 async def ready(rig: Rig) -> None:
-    await until(lambda: all(engine.usable for engine in rig.app.pool.engines), 30)
+    """Until every engine is usable; one that was not is looked at again, for a machine may have been too slow."""
+
+    def usable() -> bool:
+        missing = [engine for engine in rig.app.pool.engines if not engine.usable]
+        for engine in missing:
+            engine.poked.set()
+        return not missing
+
+    await until(usable, 60, step=0.02)
 
 
 async def settle(rig: Rig, out: Out, seconds: float = 30.0) -> dict[str, int]:

@@ -35,7 +35,8 @@ async def until(holds: Callable[[], object]) -> None:
 async def gone(rig: Rig, tables: Tables, row: str, column: str, *, stranded: int = 0) -> None:
     """The client has left and nothing else has happened: no engine, no place, no task is held by it."""
     left = await settle(rig, Out(0, "text", stranded=stranded, held=stranded))
-    tables.cell("clients that leave", row, column, rig.report.outcome)
+    outcome = next((r.outcome for r in reversed(rig.app.recent) if r.outcome != "ok"), "ok")
+    tables.cell("clients that leave", row, column, outcome)
     tables.leftovers += bool(left)
     assert left == {}
     assert rig.app.pool.waiting == 0

@@ -156,9 +156,11 @@ async def test_what_hangs_ends_at_its_deadline_and_leaves_nothing(
     """All at once: they have nothing to do but to wait, and so their deadlines need not be tight."""
     shorten_waits(monkeypatch, reused=False)
 
+    one_at_a_time = trio.Lock()
+
     async def one(cell: Cell) -> None:
         try:
-            await play(cell, tables)
+            await play(cell, tables, one_at_a_time)
         except BaseException as error:
             error.add_note(str(cell))
             raise
