@@ -15,11 +15,12 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import Any
 
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config, Sockets
-from hypercorn.events import Closed, Event, RawData
+from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio import serve as hypercorn_serve
 from hypercorn.trio.tcp_server import TCPServer
 
@@ -78,11 +79,28 @@ class ContainedServer(TCPServer):
 
     config: ServerConfig
 
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self._reading = trio.CancelScope()
+        self._read_to_the_end = False
+
+    async def _read_data(self) -> None:
+        """Hypercorn's, but for its end, which it does not see while a pipelined request waits its turn, and after which
+        its idle timer would keep the connection's tasks and its descriptor for the whole keep-alive time."""
+        with self._reading:
+            await super()._read_data()
+        self._read_to_the_end = True
+        await self.idle_task.stop()
+
     async def protocol_send(self, event: Event) -> None:
         """Hypercorn's, but for the bound: it shields the send (rightly: half of one would break the framing) from
         every cancellation, so that a client that has stopped reading would hold the connection for good."""
+        if isinstance(event, Updated) and self._read_to_the_end:
+            return  # nobody is there to be idle
         if not isinstance(event, RawData):
             await super().protocol_send(event)
+            if isinstance(event, Closed):
+                self._reading.cancel("the connection is closed")
             return
         async with self.send_lock:
             try:
@@ -95,6 +113,7 @@ class ContainedServer(TCPServer):
                 with trio.CancelScope(shield=True):
                     await trio.aclose_forcefully(self.stream)
             await self.protocol.handle(Closed())
+            self._reading.cancel("the client is gone")
 
     async def run(self) -> None:
         try:
@@ -122,7 +141,7 @@ async def serve(  # noqa: ASYNC128  Hypercorn is handed the status
         app.quiescing = True
 
     # Hypercorn looks the class up when a connection is served.
-    hypercorn.trio.run.TCPServer = ContainedServer  # type: ignore[attr-defined]
+    hypercorn.trio.run.TCPServer = ContainedServer  # type: ignore[attr-defined, assignment]
     try:
         async with trio.open_nursery() as nursery:
             if settings.admin_bind is not None:

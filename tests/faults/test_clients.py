@@ -196,7 +196,6 @@ async def test_a_leaving_that_nobody_sees_ends_at_a_deadline(trick: str, hung: s
 LEFT_BEHIND = ["at once", "after an answer", "half-closed", "crlf", "pipelined", "h2c", "in a stream", "in two streams"]
 
 
-@pytest.mark.xfail(strict=True, reason="the server keeps a closed connection's tasks: see ContainedServer")
 async def test_closed_connections_leave_no_task_and_no_descriptor() -> None:
     """However their clients ended them; a server that kept them would run out of descriptors."""
     async with open_rig(sim=SimSettings(itl=0.002), **BOUNDS) as rig:

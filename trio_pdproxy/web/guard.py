@@ -49,6 +49,9 @@ def check(scope: HTTPScope) -> None:
         )
     if scope["method"] not in methods:
         raise MethodError(methods)
+    if path.decode() in APIS and scope["http_version"] not in ("1.0", "1.1"):
+        # A stream that breaks has no end in HTTP/2 as this server speaks it: its client would wait for ever.
+        raise ProxyError("use HTTP/1.1 here", status=505, fault=Fault.CLIENT, code="http_version")
 
 
 class MethodError(ProxyError):
