@@ -133,7 +133,9 @@ class Pool:
                 for engine in self.engines:
                     await engine.connections.shut()
 
-    async def _watch(self, engine: Engine, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _watch(  # noqa: ASYNC114, ASYNC128  the status is handed on
+        self, engine: Engine, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED
+    ) -> None:
         with trio.CancelScope() as scope:
             self._watches[engine] = scope
             try:
