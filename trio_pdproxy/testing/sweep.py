@@ -99,7 +99,8 @@ async def sweep(
 ) -> Swept:
     """Cancel a request at its first step, at its second, ... until one ends before its step is reached.
 
-    `prepare` sets the scene before each, and leaves nothing busy that is not part of it. `strands`: a debt of this scene may be beyond paying; else none may be left.
+    `prepare` sets the scene before each, and leaves nothing busy that is not part of it. `strands`: its debt
+    may be beyond paying; else none may be left.
     """
     swept = Swept()
     for step in range(1, LIMIT):
