@@ -464,8 +464,9 @@ async def test_a_prefill_engine_that_stands_still(
             assert await stand.held() > 0
         await stand.free(f"prefill stands still for {pause:g} s", *seen)
         prompt = prompt_of(f"after {pause}")
-        assert (await stand.ask(prompt, stream=True)).text == await stand.alone(prompt)
-        await stand.free("and serves after it")
+        after = await stand.ask(prompt, stream=True)
+        assert after.text == await stand.alone(prompt)
+        await stand.free("and serves after it", after)
 
 
 async def test_a_lease_that_has_lapsed_before_decode_asked(

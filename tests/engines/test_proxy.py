@@ -165,4 +165,5 @@ async def test_a_restarted_prefill_engine_is_learned_again(vllm_pair: VllmPair) 
             text = await ask(client, COMPLETIONS, "after the restart", stream=False)
         async with open_client(vllm_pair.prefill.url, timeout=60) as single:
             assert text == await ask_single(single, COMPLETIONS, "after the restart")
+        assert app.pool.decode[0].stranded == 0
     await quiet(vllm_pair)

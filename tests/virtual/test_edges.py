@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import trio
 from trio.testing import wait_all_tasks_blocked
 
@@ -91,7 +90,6 @@ def test_a_kept_alive_client_connection_has_nothing_of_its_last_request() -> Non
     one_outcome(scenario)
 
 
-@pytest.mark.xfail(reason="Hypercorn arms its keep-alive timer for a connection that has closed", strict=True)
 def test_a_client_that_closes_with_the_last_byte_leaves_no_connection() -> None:
     async def scenario() -> None:
         async with open_memory_rig() as rig:
