@@ -16,6 +16,8 @@ from pathlib import Path
 
 import trio
 
+from trio_pdproxy.core.errors import only
+
 from .environment import EngineEnvironment, ensure_environment
 from .errors import LaunchError, PortInUseError
 from .model import ensure_model
@@ -141,7 +143,7 @@ async def open_vllm(
             yield running
             nursery.cancel_scope.cancel("the engines are no longer needed")
     except BaseExceptionGroup as group:
-        if (error := _launch_error(group)) is None:
+        if (error := only(group, LaunchError)) is None:
             raise
         raise error from group
 
@@ -200,21 +202,3 @@ def _process(
         ready_timeout=ready_timeout,
         exit_ok=exit_ok,
     )
-
-
-def _launch_error(group: BaseExceptionGroup[BaseException]) -> BaseException | None:
-    """The one error to show if the group holds nothing but our own; None if it must pass as it is.
-
-    Of two engines that failed together it is the first by text, so that the same failure reads the same.
-    """
-    launch, rest = group.split(LaunchError)
-    if launch is None or rest is not None:
-        return None
-    return min(_leaves(launch), key=str)
-
-
-def _leaves(group: BaseExceptionGroup[BaseException]) -> list[BaseException]:
-    leaves: list[BaseException] = []
-    for error in group.exceptions:
-        leaves += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return leaves
