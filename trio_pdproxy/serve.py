@@ -10,6 +10,7 @@ import logging
 import os
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -55,6 +56,13 @@ class ServerConfig(Config):
         self.read_timeout = None  # it would cut every stream; uploads have a deadline of their own
         self.alpn_protocols = ["http/1.1"]  # a failed HTTP/2 stream gets no end at all and its client hangs
         self.backlog = 2048
+        if settings.tls_cert_file is not None:
+            self.certfile = str(settings.tls_cert_file)
+            self.keyfile = str(settings.tls_key_file or settings.tls_cert_file)
+            self.keyfile_password = ""  # else OpenSSL asks for one at the terminal
+            if settings.tls_client_ca_file is not None:
+                self.ca_certs = str(settings.tls_client_ca_file)
+                self.verify_mode = ssl.VerifyMode.CERT_REQUIRED
         self.errorlog = None
         self.accesslog = None
         self.include_server_header = False

@@ -207,8 +207,8 @@ async def test_the_clients_authorization_goes_to_both_engines() -> None:
             assert seen.headers["authorization"] == "Bearer sesame"
             assert seen.headers["traceparent"] == "00-ab-cd-01"
             assert "cookie" not in seen.headers
-        # Without a key of the client's, the proxy's own goes out.
-        assert (await rig.post()).status_code == 200
+        # Who brings no key does not get in with the proxy's own.
+        assert (await rig.post()).status_code == 401
 
 
 async def test_each_prefill_engine_has_its_own_coordinates() -> None:

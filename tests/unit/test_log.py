@@ -32,6 +32,9 @@ FIELDS = [
     "settle_ms",
     "gap_ms",
     "events",
+    "prompt_tokens",
+    "cached_tokens",
+    "completion_tokens",
     "debt",
     "settled",
     "rescue",
@@ -92,6 +95,9 @@ def report(**values: Any) -> Report:
         "outcome": "ok",
         "kind": "push",
         "events": 11,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "completion_tokens": None,
         "dispatches": [dispatch()],
     }
     return Report(**(ours | values))
@@ -268,6 +274,9 @@ def test_access_record_in_json(stderr: Written) -> None:
         "settle_ms": 100.0,
         "gap_ms": 0.4,
         "events": 11,
+        "prompt_tokens": None,
+        "cached_tokens": None,
+        "completion_tokens": None,
         "debt": "paid",
         "settled": None,
         "rescue": None,
@@ -281,7 +290,9 @@ def test_access_record_in_text(stderr: Written) -> None:
     (line,) = lines(stderr)
     assert " info access: id=" in line
     assert 'id="a \\"b\\"" route=/v1/completions kind=push stream=true status=200 outcome=ok prefill=p-a' in line
-    assert "gap_ms=0.4 events=11 debt=paid settled=- rescue=- " in line
+    assert (
+        "gap_ms=0.4 events=11 prompt_tokens=- cached_tokens=- completion_tokens=- debt=paid settled=- rescue=- " in line
+    )
     assert line.endswith('reason="decode engine d: answered 500"')
 
 

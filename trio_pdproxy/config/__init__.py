@@ -11,7 +11,8 @@ from trio_pdproxy.config.engine import ROLES, EngineSpec, Role, split_specs
 from trio_pdproxy.config.load import OTHER_VARIABLES, ConfigError, load_settings
 from trio_pdproxy.config.rules import RESCUE_MARGIN
 from trio_pdproxy.config.settings import Settings
-from trio_pdproxy.config.values import Address
+from trio_pdproxy.config.tls import engine_context
+from trio_pdproxy.config.values import Address, split_keys
 
 __all__ = [
     "OTHER_VARIABLES",
@@ -22,6 +23,8 @@ __all__ = [
     "EngineSpec",
     "Role",
     "Settings",
+    "engine_context",
     "load_settings",
+    "split_keys",
     "split_specs",
 ]

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from trio_pdproxy.config.engine import ROLES, EngineSpec, Role
 from trio_pdproxy.config.problems import Loc, Problem
+from trio_pdproxy.config.tls import tls_problems
 from trio_pdproxy.config.values import Address
 
 if TYPE_CHECKING:
@@ -66,6 +67,17 @@ def contradictions(
     if "first_byte_timeout" not in wrong:
         yield from _late_rescues(settings, engines["prefill"], general=not wrong & {"lease"})
     yield from _twins(engines)
+    yield from tls_problems(settings, wrong)
+    if (
+        settings.auth == "terminate"
+        and settings.client_keys is None
+        and not wrong & {"client_keys", "client_keys_file"}
+    ):
+        text = "auth: terminate needs client_keys (PDPROXY_CLIENT_KEYS or client_keys_file): no client could get in"
+        yield Problem(("auth",), text, between=True)
+    if settings.client_keys is not None and settings.auth != "terminate" and not wrong & {"auth", "client_keys"}:
+        text = f"client_keys are only looked at where auth is terminate, and it is {settings.auth}"
+        yield Problem(("client_keys",), text, between=True, also=(("auth",),))
     if settings.admin_bind is not None:
         if settings.admin_token is None and not wrong & {"admin_token", "admin_token_file"}:
             text = "admin_bind needs admin_token (PDPROXY_ADMIN_TOKEN or admin_token_file): it must not be open"

@@ -24,7 +24,7 @@ from trio_pdproxy.config.rules import contradictions
 from trio_pdproxy.core.routing import POLICIES
 
 # Each may be given by itself or as NAME_file, and never as a flag: a process list shows flags.
-SECRETS = ("api_key", "admin_token")
+SECRETS = ("api_key", "admin_token", "client_keys")
 
 
 def _seconds(default: float, description: str, **bounds: Any) -> Any:
@@ -46,7 +46,7 @@ class Settings(BaseModel):
     In code: `Settings(prefill=["http://127.0.0.1:8100"], decode=[EngineSpec(url=...)])`. Any value may
     also be written as in a file or in the environment ("30s", "128MiB"). One `ValidationError` names
     everything that is wrong, values and contradictions between them alike. The files behind
-    `api_key_file` and `admin_token_file` are read here, once.
+    `api_key_file`, `admin_token_file` and `client_keys_file` are read here, once.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
@@ -206,11 +206,64 @@ class Settings(BaseModel):
     health_timeout: v.Seconds = _seconds(
         2.0, "For one health probe. Engines answer in milliseconds, but a machine starved of CPU does not."
     )
+    auth: Annotated[Literal["pass_through", "terminate", "open"], v.Lower] = Field(
+        default="pass_through",
+        description="Whose keys clients need. pass_through: the engines', who are sent what a client brings and "
+        "judge it. terminate: the proxy's (client_keys); engines are sent api_key. open: nobody's, although engines "
+        "are sent api_key.",
+    )
+    client_keys: v.Keys | None = Field(
+        default=None,
+        description="The keys that clients may bring where auth is terminate, separated by white space or commas. "
+        "Never a flag.",
+    )
+    client_keys_file: Path | None = Field(
+        default=None,
+        description="A file that holds client_keys, one a line, # before a comment. An edit is used at once.",
+    )
     api_key: v.Secret | None = Field(
         default=None,
         description="The engines' API key (vLLM's --api-key). Never a flag: a process list shows flags.",
     )
     api_key_file: Path | None = Field(default=None, description="A file that holds api_key.")
+    tls_cert_file: Path | None = Field(
+        default=None,
+        description="The certificate (PEM, with its chain) that clients are shown: they then speak https to bind and "
+        "admin_bind. Read at start.",
+        json_schema_extra={"shown_default": "plain http"},
+    )
+    tls_key_file: Path | None = Field(
+        default=None,
+        description="Its private key, without a password.",
+        json_schema_extra={"shown_default": "in tls_cert_file"},
+    )
+    tls_client_ca_file: Path | None = Field(
+        default=None,
+        description="The CA whose certificates clients must show.",
+        json_schema_extra={"shown_default": "none are asked for"},
+    )
+    engine_ca_file: Path | None = Field(
+        default=None,
+        description="The CA that https engines' certificates are checked against.",
+        json_schema_extra={"shown_default": "the system's"},
+    )
+    engine_cert_file: Path | None = Field(
+        default=None,
+        description="The certificate that https engines are shown.",
+        json_schema_extra={"shown_default": "none"},
+    )
+    engine_key_file: Path | None = Field(
+        default=None,
+        description="Its private key, without a password.",
+        json_schema_extra={"shown_default": "in engine_cert_file"},
+    )
+    ping_interval: v.Seconds = _seconds(
+        0.0,
+        "While a stream waits for its first token, a comment (`: ping`) is sent this often, for load balancers that "
+        "close silent connections. The first one commits the status: what fails after it is told in an error event "
+        "under a 200. 0: none.",
+        ge=0,
+    )
     admin_token: v.Secret | None = Field(
         default=None, description="The bearer token that the admin paths demand. Never a flag."
     )
@@ -343,7 +396,7 @@ def _read_secret(name: str, values: dict[str, Any]) -> list[Problem]:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         return [Problem(loc, f"cannot read {path}: {reason}")]
     try:
-        values[name] = v.secret(SecretStr(text))
+        values[name] = v.keys(SecretStr(text)) if name == "client_keys" else v.secret(SecretStr(text))
     except ValueError as error:
         return [Problem(loc, f"what {path} holds {error}")]
     return []

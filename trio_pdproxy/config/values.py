@@ -191,6 +191,29 @@ def secret(value: SecretStr) -> SecretStr:
     return SecretStr(text)
 
 
+def split_keys(text: str) -> tuple[str, ...]:
+    """The keys in a text, separated by white space or commas; a word that begins with `#` ends its line."""
+    words: list[str] = []
+    for line in text.splitlines():
+        for word in line.replace(",", " ").split():
+            if word.startswith("#"):
+                break
+            words.append(word)
+    return tuple(words)
+
+
+def keys(value: SecretStr) -> SecretStr:
+    """Several keys, each as `secret` wants it, with a space between two."""
+    words = split_keys(value.get_secret_value())
+    if not words:
+        raise ValueError("must hold at least one key")
+    return SecretStr(" ".join(secret(SecretStr(word)).get_secret_value() for word in words))
+
+
+def _joined(value: object) -> Any:
+    return "\n".join(value) if isinstance(value, list | tuple) and all(isinstance(v, str) for v in value) else value
+
+
 _AS_TEXT = (PlainSerializer(str, return_type=str), WithJsonSchema({"type": "string", "format": "host:port"}))
 _AS_OPTIONAL_TEXT = (
     PlainSerializer(lambda value: None if value is None else str(value), return_type=str | None),
@@ -228,4 +251,5 @@ Count = Annotated[int, BeforeValidator(count)]
 Texts = Annotated[tuple[str, ...], BeforeValidator(texts)]
 Ratio = Annotated[float, BeforeValidator(ratio)]
 Secret = Annotated[SecretStr, AfterValidator(secret)]
+Keys = Annotated[SecretStr, BeforeValidator(_joined), AfterValidator(keys)]
 Lower = BeforeValidator(lower)

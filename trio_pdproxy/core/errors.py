@@ -6,6 +6,7 @@ proxy itself has to say. Each carries the HTTP status it hints at.
 
 from __future__ import annotations
 
+import re
 from enum import Enum
 from typing import TypeVar
 
@@ -24,6 +25,27 @@ class Fault(Enum):
     DECODE = "decode_error"
     PROXY = "server_error"
     BUSY = "overloaded_error"
+
+
+class Dialect(Enum):
+    """The shapes in which the APIs tell errors."""
+
+    OPENAI = "openai"
+    RESPONSES = "responses"
+    """OpenAI's, but for the events of /v1/responses."""
+    ANTHROPIC = "anthropic"
+
+
+# Anthropic's names, by status: https://docs.anthropic.com/en/api/errors
+_ANTHROPIC_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
 
 
 class ProxyError(Exception):
@@ -51,13 +73,27 @@ class ProxyError(Exception):
         self.param = param
         self.retry_after = retry_after
 
-    def body(self) -> bytes:
-        """The error in OpenAI's shape: `{"error": {"message", "type", "param", "code"}}`."""
+    def body(self, dialect: Dialect = Dialect.OPENAI) -> bytes:
+        """The error as a body: OpenAI's `{"error": {"message", "type", "param", "code"}}`, or Anthropic's
+        `{"type": "error", "error": {"type", "message"}}`."""
+        if dialect is Dialect.ANTHROPIC:
+            return msgspec.json.encode(
+                {"type": "error", "error": {"type": self._anthropic_type(), "message": self.message}}
+            )
         return msgspec.json.encode({"error": self._members()})
 
-    def event(self) -> bytes:
-        """The error as one server-sent event, blank line included. Never followed by a `[DONE]` of ours."""
-        return b"data: " + self.body() + b"\n\n"
+    def event(self, dialect: Dialect = Dialect.OPENAI, after: bytes = b"") -> bytes:
+        """The error as one server-sent event, blank line included. Never followed by a `[DONE]` of ours.
+
+        `after` are the stream's last events: those of /v1/responses are numbered.
+        """
+        if dialect is Dialect.OPENAI:
+            return b"data: " + self.body() + b"\n\n"
+        if dialect is Dialect.RESPONSES:
+            number = next_sequence_number(after)
+            members = {"type": "error", "code": self.code, "message": self.message, "param": self.param}
+            return b"event: error\ndata: " + msgspec.json.encode(members | {"sequence_number": number}) + b"\n\n"
+        return b"event: error\ndata: " + self.body(dialect) + b"\n\n"
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         headers = [JSON_TYPE]
@@ -65,8 +101,21 @@ class ProxyError(Exception):
             headers.append((b"retry-after", str(self.retry_after).encode()))
         return headers
 
+    def _anthropic_type(self) -> str:
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        return _ANTHROPIC_TYPES.get(self.status, default)
+
     def _members(self) -> dict[str, str | None]:
         return {"message": self.message, "type": self.fault.value, "param": self.param, "code": self.code}
+
+
+_NUMBERS = re.compile(rb'"sequence_number":\s*([0-9]{1,15})')
+
+
+def next_sequence_number(events: bytes) -> int:
+    """The number of the event that follows these of /v1/responses; 0 where there are none."""
+    found = _NUMBERS.findall(events)
+    return int(found[-1]) + 1 if found else 0
 
 
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> ProxyError:

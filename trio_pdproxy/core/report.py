@@ -83,4 +83,9 @@ class Report:
     dropped: tuple[str, ...] = ()
     events: int = 0
     """Pieces of the answer handed to the client."""
+    prompt_tokens: int | None = None
+    """As far as an engine told: prefill does in every answer, decode in whole ones and where `usage` was asked for."""
+    cached_tokens: int | None = None
+    """Of the prompt's: found in prefill's cache."""
+    completion_tokens: int | None = None
     dispatches: list[DispatchReport] = field(default_factory=list)

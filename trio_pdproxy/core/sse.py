@@ -89,14 +89,32 @@ def has_event(block: bytes) -> bool:
 def error_event(data: bytes) -> dict[str, object] | None:
     """The error an event reports, or None if it is no error.
 
-    vLLM reports what goes wrong after its 200 as `data: {"error": {...}}`. A top-level member named
-    error that holds an object is taken for one; generated text cannot look like it.
+    vLLM reports what goes wrong after its 200 as `data: {"error": {...}}`, on /v1/messages with a type beside it. A
+    top-level member named error that holds an object is taken for one; generated text cannot look like it. On
+    /v1/responses errors are events of type `error` (flat) or `response.failed`.
     """
     if b'"error"' not in data:
         return None
     try:
         members = msgspec.json.decode(data, type=dict[str, msgspec.Raw])
+        kind = bytes(members.get("type", b""))
+        if kind == b'"error"' and "error" not in members:
+            return msgspec.json.decode(data, type=dict[str, object])
+        if kind == b'"response.failed"':
+            members = msgspec.json.decode(members["response"], type=dict[str, msgspec.Raw])
         error = msgspec.json.decode(members["error"], type=dict[str, object])
     except (KeyError, msgspec.DecodeError, msgspec.ValidationError, RecursionError):
         return None
     return error
+
+
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
+def type_of(data: bytes) -> bytes:
+    """The top-level `type` of an event's data; empty where it has none."""
+    try:
+        return msgspec.json.decode(data, type=_Typed).type.encode()
+    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
+        return b""

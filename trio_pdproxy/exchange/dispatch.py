@@ -21,7 +21,7 @@ import msgspec
 import trio
 
 from trio_pdproxy.config import RESCUE_MARGIN
-from trio_pdproxy.core.plan import Plan, transfer_params_in
+from trio_pdproxy.core.plan import NOTHING_SAID, Plan, read_prefill_answer, transfer_params_in
 from trio_pdproxy.core.report import DispatchReport, LegReport
 from trio_pdproxy.core.verdict import Debt, Decode, Facts, Prefill, Step, Verdict, decide
 from trio_pdproxy.engines.engine import Engine
@@ -68,6 +68,8 @@ class Dispatch:
         )
         self.decode_leg: DecodeLeg | None = None
         self.prefill_answer: Answer | None = None
+        self.prefill_said = NOTHING_SAID
+        """Of the prompt, once its 200 is there."""
         self.blocked_since: float | None = None
         """When the relay's present write to the client began."""
         self._pool = pool
@@ -244,7 +246,7 @@ class Dispatch:
         """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
         leg = self.report.decode
         leg.reused = connection.served > 0
-        self.decode_leg = DecodeLeg(connection, leg, several=self.plan.several)
+        self.decode_leg = DecodeLeg(connection, leg, self.plan.api, several=self.plan.several)
         self._move(decode=Decode.WAITING)
         outcome: Decode | None = Decode.BROKEN
         why = "it did not take the request in time"
@@ -271,7 +273,8 @@ class Dispatch:
         ]
         if engine.rank is not None:
             headers.append((b"x-data-parallel-rank", str(engine.rank).encode()))
-        if engine.authorization is not None and not any(name == b"authorization" for name, _ in headers):
+        # Where clients' keys are passed on, one who brings none does not get in with ours.
+        if engine.authorization is not None and self._settings.auth != "pass_through" and not _brings_key(headers):
             headers.append((b"authorization", engine.authorization))
         return memoryview(request_bytes(b"POST", self.plan.api.path.encode(), headers, body))
 
@@ -518,6 +521,7 @@ class Dispatch:
         outcome = judge_prefill(answer, self._coordinates.engine_id)
         if outcome is Prefill.OK:
             self.prefill.succeeded()
+            self.prefill_said = read_prefill_answer(self.plan.api, answer.body)
             if self.pull:
                 self._transfer_params = transfer_params_in(answer.body)
             else:
@@ -579,3 +583,7 @@ class Dispatch:
             request = self._request(self.prefill, self.plan.prefill_body(self.id))
             await self._bounded(self._settings.settle_timeout, connection, request, request)
         self.report.rescue_paid = self._prefill is Prefill.OK and not self._lapsed
+
+
+def _brings_key(headers: list[tuple[bytes, bytes]]) -> bool:
+    return any(name == b"authorization" for name, _ in headers)

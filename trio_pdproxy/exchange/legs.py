@@ -11,13 +11,17 @@ from dataclasses import dataclass
 import trio
 
 from trio_pdproxy.core import sse
-from trio_pdproxy.core.plan import told_in
+from trio_pdproxy.core.plan import Api, told_in
 from trio_pdproxy.core.report import LegReport
 from trio_pdproxy.core.verdict import Decode, Prefill
 from trio_pdproxy.engines.wire import BrokenError, Connection, Head, Headers
 
 ANSWER_LIMIT = 64 * 1024 * 1024
 """Bytes of an answer that has to be held as a whole: prefill's, an error, a non-stream completion."""
+
+OPENING_WAIT = 0.01
+"""Seconds an event that opens a stream waits for the next one. Engines write both at once (vLLM 0.32: the role of a
+chat, the message_start of /v1/messages), also where the second is an error: then no status has been told yet."""
 
 # Names in lower case; the server adds its own date and server, and the client is told our request id.
 _NOT_PASSED = frozenset(
@@ -108,10 +112,12 @@ def judge_prefill(answer: Answer, engine_id: str) -> Prefill:
 class DecodeLeg:
     """The decode leg's answer up to the point where the client's status is known, and its stream after that."""
 
-    def __init__(self, connection: Connection, report: LegReport, *, several: bool = False) -> None:
+    def __init__(self, connection: Connection, report: LegReport, api: Api, *, several: bool = False) -> None:
         self.connection = connection
         self.report = report
+        self._api = api
         self._several = several
+        self._said: list[bytes] = []
         self.answer: Answer | None = None
         """Complete, where it is not a stream."""
         self.head: Head | None = None
@@ -146,29 +152,44 @@ class DecodeLeg:
     async def _first_event(self) -> Decode:
         if self.framer is None:
             self.framer = sse.EventFramer()
-        while True:
-            data = await self.connection.receive_body()
-            if not data:
-                raise BrokenError("the stream ended before its first event")
-            if self.report.first is None:
-                self.report.first = trio.current_time()
-            try:
-                block = self.framer.feed(data)
-            except sse.EventTooLongError as error:
-                self.connection.spoiled = True
-                raise BrokenError(str(error)) from error
-            self.opening += block
-            # Comments say nothing: an engine may send them (`: ping`) long before it has its KV.
-            if block and (said := sse.events(block)):
-                self.error_seen = any(sse.error_event(event) for event in said[1:])
-                return self._judge(said[0])
-            if len(self.opening) > sse.EVENT_LIMIT:
-                self.connection.spoiled = True
-                raise BrokenError(f"more than {sse.EVENT_LIMIT} bytes before its first event")
+        while not self._said:
+            await self._read_opening()
+        if len(self._said) == 1 and self._api.opening and self._api.opening in self._said[0]:
+            with trio.move_on_after(OPENING_WAIT):
+                while len(self._said) == 1:
+                    await self._read_opening()
+        return self._judge()
 
-    def _judge(self, first: bytes) -> Decode:
-        error = sse.error_event(first)
+    async def _read_opening(self) -> None:
+        """Some more of the stream's beginning, which is kept until it says something."""
+        assert self.framer is not None
+        data = await self.connection.receive_body()
+        if not data:
+            raise BrokenError("the stream ended before its first event")
+        if self.report.first is None:
+            self.report.first = trio.current_time()
+        try:
+            block = self.framer.feed(data)
+        except sse.EventTooLongError as error:
+            self.connection.spoiled = True
+            raise BrokenError(str(error)) from error
+        self.opening += block
+        if block:
+            # Comments say nothing: an engine may send them (`: ping`) long before it has its KV. Nor do the events
+            # that /v1/responses begins with.
+            early = self._api.early
+            self._said += [event for event in sse.events(block) if not early or sse.type_of(event) not in early]
+        if not self._said and len(self.opening) > sse.EVENT_LIMIT:
+            self.connection.spoiled = True
+            raise BrokenError(f"more than {sse.EVENT_LIMIT} bytes before its first event")
+
+    def _judge(self) -> Decode:
+        first, *others = self._said
+        if (error := sse.error_event(first)) is None and self._api.opening and self._api.opening in first and others:
+            first, *others = others  # what opens a stream proves nothing by itself
+            error = sse.error_event(first)
         if error is None:
+            self.error_seen = any(sse.error_event(event) for event in others)
             return Decode.SPEAKING
         code = error.get("code")
         status = code if isinstance(code, int) and 400 <= code < 600 else 502

@@ -23,7 +23,8 @@ What this guarantees (the tests are named after these):
   I3 one response start at most              I4 a truncated body never looks complete
   I5 the verdict knows no order              I6 every dispatch has its own id; only a rescue repeats it
   I7 no wait without a deadline              I8 every debt is paid or counted
-  I9 a stream's bytes are not changed
+  I9 a stream's bytes are not changed, but for what is the engines' own in it and for how much of a prompt was cached,
+     which only prefill knows
 """
 
 from __future__ import annotations
@@ -36,9 +37,10 @@ from uuid import uuid4
 
 import trio
 
+from trio_pdproxy.core import sse
 from trio_pdproxy.core.errors import Fault, ProxyError
 from trio_pdproxy.core.health import back_off
-from trio_pdproxy.core.plan import Kind, Plan, without_kv_transfer_params
+from trio_pdproxy.core.plan import Kind, Plan, shown_answer, shown_block, tokens_in
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.verdict import Decode, Instead, Prefill, Step, Verdict
 from trio_pdproxy.engines.pool import Pool, Taken, Want
@@ -46,10 +48,6 @@ from trio_pdproxy.engines.wire import BrokenError
 from trio_pdproxy.exchange.dispatch import Dispatch
 from trio_pdproxy.exchange.legs import Answer
 from trio_pdproxy.exchange.sink import Sink
-
-ANSWER_PIECE = 256 * 1024
-"""Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
-
 
 ANSWER_PIECE = 256 * 1024
 """Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
@@ -201,12 +199,17 @@ class _Exchange:
         settings = self.pool.settings
         await self._start(leg.head.status, leg.passed_headers)
         block, leg.opening = leg.opening, b""
+        api = self.plan.api
+        last = b""
         broken: str | None = None
         with self.pool.streaming(dispatch), trio.CancelScope() as scope:
             while block:
                 now = trio.current_time()
                 dispatch.blocked_since = now
                 scope.deadline = now + settings.write_timeout
+                if api.mark in block:
+                    block = self._shown(block, dispatch)
+                last = block
                 await self._write(block)
                 dispatch.blocked_since = None
                 scope.deadline = min(trio.current_time() + settings.idle_timeout, self.deadline)
@@ -236,7 +239,21 @@ class _Exchange:
             code="stream_broken",
         )
         with trio.move_on_after(settings.write_timeout):
-            await self._write(cut.event())
+            await self._write(cut.event(api.dialect, after=last))
+
+    def _shown(self, block: bytes, dispatch: Dispatch) -> bytes:
+        """Events as the client may see them: one at a stream's end for most APIs, so this may cost something."""
+        for event in sse.events(block):
+            self._count(event, dispatch)
+        return shown_block(self.plan.api, block, dispatch.prefill_said.cache)
+
+    def _count(self, answer: bytes, dispatch: Dispatch) -> None:
+        prompt, generated = tokens_in(self.plan.api, answer)
+        said = dispatch.prefill_said
+        self.report.prompt_tokens = prompt if said.prompt_tokens is None else said.prompt_tokens
+        self.report.cached_tokens = said.cached_tokens
+        if generated is not None:
+            self.report.completion_tokens = generated
 
     def _client_stopped_reading(self, dispatch: Dispatch) -> None:
         """Nothing can be told to it any more; not finishing the response is what it will find."""
@@ -247,7 +264,10 @@ class _Exchange:
         leg = dispatch.decode_leg
         assert leg is not None and leg.answer is not None  # noqa: PT018
         answer = leg.answer
-        await self._answer(Answer(answer.status, answer.headers, without_kv_transfer_params(answer.body)), "ok")
+        if not self.plan.api.alone:
+            self._count(answer.body, dispatch)
+        shown = shown_answer(answer.body, dispatch.prefill_said.cache)
+        await self._answer(Answer(answer.status, answer.headers, shown), "ok")
 
     async def _answer(self, answer: Answer, outcome: str) -> None:
         """An engine's answer, verbatim. A client that takes no piece of it within `write_timeout` gets no more."""
@@ -263,7 +283,7 @@ class _Exchange:
 
     async def _answer_error(self, error: ProxyError) -> None:
         """What the proxy itself has to say."""
-        body = error.body()
+        body = error.body(self.plan.api.dialect)
         await self._answer(Answer(error.status, error.headers(), body), _OUTCOMES[error.fault])
         if error.status == 504:
             self.report.outcome = "timeout"

@@ -69,7 +69,10 @@ async def _until_warm(pool: Pool, pair: tuple[Engine, Engine], new_id: Callable[
 async def _transfer(pool: Pool, pair: tuple[Engine, Engine], dispatch_id: str) -> tuple[Verdict, str]:
     prefill, decode = pair
     body = {"model": prefill.about.model, "prompt": "a", "max_tokens": 1}
-    plan = read_plan(APIS["/v1/completions"], msgspec.json.encode(body), [(b"content-type", b"application/json")])
+    headers = [(b"content-type", b"application/json")]
+    if decode.authorization is not None:
+        headers.append((b"authorization", decode.authorization))
+    plan = read_plan(APIS["/v1/completions"], msgspec.json.encode(body), headers)
     pool.claim(prefill, decode)
     # As long as a stream's first byte may take: it is one token, and must not hang where a decode engine does.
     deadline = trio.current_time() + pool.settings.first_byte_timeout

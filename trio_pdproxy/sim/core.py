@@ -42,6 +42,9 @@ _NEEDED = ("remote_engine_id", "remote_host", "remote_port", "tp_size", "remote_
 
 _BEATS_PER_LEASE = 6
 
+_REMEMBERED = 4096
+"""Prompts in the prefix cache."""
+
 
 class TransferFailed(Exception):
     """D could not reach the P it was given: this request fails, its blocks are free."""
@@ -74,6 +77,8 @@ class Sequence:
     words: list[str] = field(default_factory=list)
     produced: int = 0
     next_at: float = math.inf
+    cached: int = 0
+    """Of the prompt's tokens: found in the prefix cache, or brought by a transfer."""
 
 
 @dataclass(slots=True, eq=False)
@@ -119,6 +124,7 @@ class EngineCore:
         self._remote: dict[str, Sequence] = {}
         self._jobs: dict[Job, None] = {}
         self._cache: dict[str, str] = {}
+        self._seen: dict[str, None] = {}
 
     @property
     def compatibility_hash(self) -> str:
@@ -359,11 +365,18 @@ class EngineCore:
     def _keep(self, sequence: Sequence, key: str) -> None:
         """D: KV has come. It is cached under the prompt it was asked for, whatever it is: a mix-up stays."""
         self.prompt_tokens["external_kv_transfer"] += sequence.prompt.tokens
+        sequence.cached = sequence.prompt.tokens
         if key != sequence.prompt.key and sequence.prompt.tokens >= self.settings.block_size:
             self._cache[sequence.prompt.key] = key
 
     def _compute(self, sequence: Sequence) -> None:
         self.prompt_tokens["local_compute"] += sequence.prompt.tokens
+        if sequence.prompt.key in self._seen:
+            size = self.settings.block_size
+            sequence.cached = (sequence.prompt.tokens - 1) // size * size  # the last token is always computed
+        self._seen[sequence.prompt.key] = None
+        if len(self._seen) > _REMEMBERED:
+            del self._seen[next(iter(self._seen))]
         wait = self.settings.prefill_base + self.settings.prefill_per_token * sequence.prompt.tokens
         self._run(sequence, sequence.prompt.key, wait)
 

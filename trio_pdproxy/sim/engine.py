@@ -14,7 +14,7 @@ from trio_pdproxy.sim.fabric import Fabric, Transport
 from trio_pdproxy.sim.faults import GENERATION_PATHS, FaultScript, SeenRequest
 from trio_pdproxy.sim.generate import generate
 from trio_pdproxy.sim.http import Connection, Exchange
-from trio_pdproxy.sim.pages import page
+from trio_pdproxy.sim.pages import TOKEN_PATHS, page, tokens
 from trio_pdproxy.sim.settings import SimSettings
 from trio_pdproxy.sim.side_channel import SideChannel
 
@@ -284,12 +284,19 @@ class SimEngine:
         return key is None or hmac.compare_digest(given.encode(), f"Bearer {key}".encode())
 
     async def _page(self, exchange: Exchange) -> None:
-        exchange.fault = self.faults.take(self._seen(exchange))
+        seen = self._seen(exchange)
+        if exchange.path in TOKEN_PATHS:
+            self.requests.append(seen)
+        exchange.fault = self.faults.take(seen)
         if await self._answered_by_fault(exchange):
             return
         await exchange.strike("before_head")
+        if exchange.path in TOKEN_PATHS and exchange.method == "POST":
+            content_type = exchange.headers.get("content-type", "")
+            await exchange.respond(*tokens(exchange.path, exchange.body, content_type, self.settings))
+            return
         found = page(exchange.path, self.ranks)
-        allowed = "POST" if exchange.path in GENERATION_PATHS else "GET"
+        allowed = "POST" if exchange.path in (*GENERATION_PATHS, *TOKEN_PATHS) else "GET"
         if found is None and allowed == "GET":
             await exchange.respond(404, b'{"detail":"Not Found"}')
         elif exchange.method != allowed or found is None:

@@ -93,12 +93,13 @@ def _shape(core: EngineCore, job: Job) -> Shape:
         model=core.settings.model,
         created=int(time.time()),
         choices=len(job.sequences),
+        prompt_tokens=job.sequences[0].prompt.tokens,
     )
 
 
 async def _answer_whole(exchange: Exchange, core: EngineCore, job: Job) -> None:
     shape = _shape(core, job)
-    exchange.failure = shape.failure(render.INTERNAL)
+    exchange.failure = shape.failure(render.INTERNAL, opened=False)
     try:
         while not job.is_over:
             await core.step(job)
@@ -109,7 +110,7 @@ async def _answer_whole(exchange: Exchange, core: EngineCore, job: Job) -> None:
         return
     transfer = _transfer(exchange, core, job)
     texts = ["".join(sequence.words) for sequence in job.sequences]
-    body = shape.whole(texts, _counts(job), transfer)
+    body = shape.whole(texts, _counts(core, job), transfer)
     await exchange.strike("before_head")
     await exchange.respond(200, body)
 
@@ -129,7 +130,7 @@ def _transfer(exchange: Exchange, core: EngineCore, job: Job) -> dict[str, objec
 async def _answer_stream(exchange: Exchange, core: EngineCore, job: Job) -> None:
     """The head goes out at once, before any KV; what follows is what the engine says, or how it failed."""
     shape = _shape(core, job)
-    exchange.failure = shape.failure(render.INTERNAL)
+    exchange.failure = shape.failure(render.INTERNAL, opened=False)
     failed: str | None = None
     try:
         # Registered before the head is sent: a client that sees the head knows that D holds blocks.
@@ -142,17 +143,18 @@ async def _answer_stream(exchange: Exchange, core: EngineCore, job: Job) -> None
     await exchange.start()
     for event in shape.early():
         await exchange.event(event)
+    opened = False
     if failed is None:
-        failed = await _tell(exchange, core, job, shape)
+        failed, opened = await _tell(exchange, core, job, shape)
     if failed is None:
-        ending: list[bytes] | None = shape.closing(_counts(job), include_usage=job.work.include_usage)
+        ending: list[bytes] | None = shape.closing(_counts(core, job), include_usage=job.work.include_usage)
     else:
-        ending = shape.failure(failed)
+        ending = shape.failure(failed, opened=opened)
     await exchange.end_with(ending)
 
 
-async def _tell(exchange: Exchange, core: EngineCore, job: Job, shape: Shape) -> str | None:
-    """Send the tokens; what went wrong, or None."""
+async def _tell(exchange: Exchange, core: EngineCore, job: Job, shape: Shape) -> tuple[str | None, bool]:
+    """Send the tokens; what went wrong, or None, and whether the stream was opened."""
     last = job.work.max_tokens
     opened = False
     try:
@@ -160,18 +162,23 @@ async def _tell(exchange: Exchange, core: EngineCore, job: Job, shape: Shape) ->
             for sequence in await core.step(job):
                 if not opened:
                     opened = True
+                    exchange.failure = shape.failure(render.INTERNAL, opened=True)
                     for event in shape.opening():
                         await exchange.event(event)
                 spoken = sequence.produced
                 token = sequence.words[spoken - 1]
                 await exchange.event(shape.token(sequence.choice, token, last=spoken >= last))
     except TransferFailed:
-        return render.INTERNAL
+        return render.INTERNAL, opened
     except EngineDied:
-        return render.ENGINE_DIED
-    return None
+        return render.ENGINE_DIED, opened
+    return None, opened
 
 
-def _counts(job: Job) -> tuple[int, int]:
-    prompt = sum(sequence.prompt.tokens for sequence in job.sequences) // job.work.n
-    return prompt, sum(sequence.produced for sequence in job.sequences)
+def _counts(core: EngineCore, job: Job) -> render.Counts:
+    tells = core.settings.prompt_tokens_details or job.work.kind == "responses"
+    return render.Counts(
+        prompt=sum(sequence.prompt.tokens for sequence in job.sequences) // job.work.n,
+        completion=sum(sequence.produced for sequence in job.sequences),
+        cached=job.sequences[-1].cached if tells else None,
+    )

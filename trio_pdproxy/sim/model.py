@@ -26,6 +26,8 @@ class Prompt:
 
     tokens: int
     key: str
+    raw: bytes | None = None
+    """Its tokens, where they are bytes."""
 
 
 def text_prompt(text: str) -> Prompt:
@@ -73,7 +75,7 @@ def _content(content: object) -> str:
 
 
 def _of_bytes(raw: bytes) -> Prompt:
-    return Prompt(len(raw), _key(b"raw:" + raw))
+    return Prompt(len(raw), _key(b"raw:" + raw), raw)
 
 
 def _key(raw: bytes) -> str:

@@ -7,7 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from trio_pdproxy.sim.core import EngineCore, State
+from trio_pdproxy.sim.parse import Refusal, parse_count, parse_ids
 from trio_pdproxy.sim.render import encode
+from trio_pdproxy.sim.settings import SimSettings
+from trio_pdproxy.sim.shapes import messages_error
 
 JSON = "application/json"
 
@@ -26,6 +29,27 @@ def page(path: str, ranks: Sequence[EngineCore]) -> tuple[bytes, str] | None:
     if path == "/metrics":
         return _metrics(ranks).encode(), "text/plain; version=0.0.4; charset=utf-8"
     return None
+
+
+TOKEN_PATHS = ("/tokenize", "/detokenize", "/v1/messages/count_tokens")
+
+
+def tokens(path: str, raw: bytes, content_type: str, settings: SimSettings) -> tuple[int, bytes]:
+    """Status and body of a request about tokens."""
+    try:
+        if path == "/detokenize":
+            ids = parse_ids(raw, content_type, settings=settings)
+            text = bytes(token % 256 for token in ids).decode("utf-8", "replace")
+            return 200, encode({"prompt": text})
+        prompt = parse_count(raw, content_type, settings=settings)
+    except Refusal as refusal:
+        own_shape = path.startswith("/v1/messages") and refusal.kind != "Bad Request"
+        return refusal.status, messages_error(refusal.message, refusal.kind) if own_shape else refusal.body
+    if path == "/tokenize":
+        body = {"count": prompt.tokens, "max_model_len": settings.max_model_len, "tokens": list(prompt.raw or b"")}
+        return 200, encode(body | {"token_strs": None})
+    counted = {"input_tokens": prompt.tokens, "context_management": {"original_input_tokens": prompt.tokens}}
+    return 200, encode(counted)
 
 
 def _models(core: EngineCore) -> bytes:

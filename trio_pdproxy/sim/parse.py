@@ -44,6 +44,7 @@ _JSON_TYPES: dict[str, tuple[tuple[type, ...], str, str]] = {
     "temperature": ((int, float), "float_type", "Input should be a valid number"),
     "messages": ((list,), "list_type", "Input should be a valid list"),
     "prompt": ((str, list), "string_type", "Input should be a valid string"),
+    "tokens": ((list,), "list_type", "Input should be a valid list"),
     "stream_options": ((dict,), "model_attributes_type", "Input should be a valid dictionary"),
     "kv_transfer_params": ((dict,), "dict_type", "Input should be a valid dictionary"),
 }
@@ -85,10 +86,9 @@ def parse(raw: bytes, content_type: str, *, kind: Kind, settings: SimSettings) -
     body = _decode(raw, content_type)
     needed = _PROMPT_FIELD[kind]
     _check_types(body, needed)
-    model = body.get("model")
-    if model is not None and model != settings.model:
-        text = f"The model `{model}` does not exist. Valid aliases: {settings.model}."
-        raise Refusal(404, text, "NotFoundError", "model")
+    _check_model(body, settings)
+    if kind == "responses":
+        _check_store(body)
     prompts = _prompts(body[needed]) if kind == "completions" else (_conversation(body, needed),)
     stream = bool(body.get("stream"))
     options = body.get("stream_options")
@@ -116,6 +116,42 @@ def parse(raw: bytes, content_type: str, *, kind: Kind, settings: SimSettings) -
         keeps_blocks=prefill and not beam,
         request_id=body["request_id"] if isinstance(body.get("request_id"), str) else None,
     )
+
+
+def parse_count(raw: bytes, content_type: str, *, settings: SimSettings) -> Prompt:
+    """The prompt of a request that only wants it counted (/tokenize, count_tokens). Raises Refusal."""
+    body = _decode(raw, content_type)
+    needed = "prompt" if "prompt" in body else "messages"
+    _check_types(body, needed)
+    _check_model(body, settings)
+    return _prompts(body["prompt"])[0] if needed == "prompt" else _conversation(body, needed)
+
+
+def parse_ids(raw: bytes, content_type: str, *, settings: SimSettings) -> list[int]:
+    """The token ids of /detokenize. Raises Refusal."""
+    body = _decode(raw, content_type)
+    _check_types(body, "tokens")
+    _check_model(body, settings)
+    tokens = body["tokens"]
+    if tokens and not _is_ids(tokens):
+        raise _schema("int_type", "body.tokens.0", "Input should be a valid integer", tokens[0])
+    return list(tokens)
+
+
+def _check_model(body: dict[str, Any], settings: SimSettings) -> None:
+    model = body.get("model")
+    if model is not None and model != settings.model:
+        text = f"The model `{model}` does not exist. Valid aliases: {settings.model}."
+        raise Refusal(404, text, "NotFoundError", "model")
+
+
+def _check_store(body: dict[str, Any]) -> None:
+    """Without VLLM_ENABLE_RESPONSES_API_STORE nothing is kept."""
+    if body.get("background"):
+        text = "This vLLM engine does not support `store=True` and therefore does not support the background mode."
+        raise Refusal(400, text, "invalid_request_error", "background")
+    if (previous := body.get("previous_response_id")) is not None:
+        raise Refusal(404, f"Response with id '{previous}' not found.", "invalid_request_error", "response_id")
 
 
 def _decode(raw: bytes, content_type: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -27,12 +27,30 @@ def error_frame(message: str, kind: str = "InternalServerError", code: int = 500
 INTERNAL_ERROR = error(INTERNAL, "InternalServerError", None, 500)
 
 
-def usage(prompt_tokens: int, completion_tokens: int) -> dict[str, int]:
-    return {
-        "prompt_tokens": prompt_tokens,
-        "total_tokens": prompt_tokens + completion_tokens,
-        "completion_tokens": completion_tokens,
+class Counts(NamedTuple):
+    """Tokens of a request. `cached` is None where the engine does not tell."""
+
+    prompt: int
+    completion: int
+    cached: int | None = None
+
+
+def usage(counts: Counts, *, whole: bool) -> dict[str, Any]:
+    """As completions and chat tell it: with nulls in a whole answer, without in a stream."""
+    told: dict[str, Any] = {
+        "prompt_tokens": counts.prompt,
+        "total_tokens": counts.prompt + counts.completion,
+        "completion_tokens": counts.completion,
     }
+    if counts.cached is not None:
+        told["prompt_tokens_details"] = {"cached_tokens": counts.cached}
+        if whole:
+            told["prompt_tokens_details"] |= {"created_cache_tokens": None, "multimodal_tokens": None}
+    elif whole:
+        told["prompt_tokens_details"] = None
+    if whole:
+        told["completion_tokens_details"] = None
+    return told
 
 
 class CompletionShape:
@@ -57,14 +75,15 @@ class CompletionShape:
         """What is sent before the first token."""
         return [self._role(choice) for choice in range(len(self._events))] if self.chat else []
 
-    def closing(self, counts: tuple[int, int], *, include_usage: bool) -> list[bytes]:
-        """What is sent after the last token. `counts`: prompt and completion tokens."""
-        body = {**self._common, "choices": [], "usage": usage(*counts)}
+    def closing(self, counts: Counts, *, include_usage: bool) -> list[bytes]:
+        """What is sent after the last token."""
+        body = {**self._common, "choices": [], "usage": usage(counts, whole=False)}
         return [b"data: " + encode(body) + b"\n\n", DONE] if include_usage else [DONE]
 
-    def failure(self, message: str) -> list[bytes] | None:
-        """What ends a stream that failed; None: it is cut."""
-        return [error_frame(message), DONE]
+    def failure(self, message: str, *, opened: bool) -> list[bytes] | None:
+        """What ends a stream that failed; None: it is cut. A chat says its role first, also when that is all."""
+        opening = [] if opened else self.opening()
+        return [*opening, error_frame(message), DONE]
 
     def failure_body(self, message: str) -> bytes:
         """The body of a 500."""
@@ -80,7 +99,7 @@ class CompletionShape:
         before, after, after_last = self._events[choice]
         return before + token.encode("ascii") + (after_last if last else after)
 
-    def whole(self, texts: list[str], counts: tuple[int, int], transfer: object) -> bytes:
+    def whole(self, texts: list[str], counts: Counts, transfer: object) -> bytes:
         """A whole answer; `transfer` is its kv_transfer_params (null unless it is a prefill leg's)."""
         choices: list[dict[str, Any]] = []
         for index, text in enumerate(texts):
@@ -92,7 +111,7 @@ class CompletionShape:
         body = {**self._common, "choices": choices, "service_tier": None, "system_fingerprint": None}
         if self.chat:
             body["object"] = "chat.completion"
-        body["usage"] = {**usage(*counts), "prompt_tokens_details": None}
+        body["usage"] = usage(counts, whole=True)
         if self.chat:
             body.update(prompt_logprobs=None, prompt_token_ids=None, prompt_text=None)
         return encode({**body, "kv_transfer_params": transfer, "ec_transfer_params": None, "metrics": None})

@@ -29,6 +29,8 @@ class SimSettings:
     lease: float = 30.0
     """How long P keeps finished blocks for a D that has not registered yet."""
     default_max_tokens: int = 16
+    prompt_tokens_details: bool = False
+    """`--enable-prompt-tokens-details`: answers tell how many of a prompt's tokens were in the cache."""
     prefill_base: float = 0.002
     prefill_per_token: float = 0.0
     first_token: float = 0.0

@@ -12,7 +12,7 @@ from pathlib import Path
 import trio
 from quart_trio import QuartTrio
 
-from trio_pdproxy.config import Settings, load_settings
+from trio_pdproxy.config import Settings, engine_context, load_settings
 from trio_pdproxy.core.errors import Fault, ProxyError
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.connections import Dial
@@ -20,6 +20,7 @@ from trio_pdproxy.engines.coordinates import SideChannel
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
 from trio_pdproxy.observe.metrics import EngineState, Metrics
+from trio_pdproxy.web.auth import Gate
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
 from trio_pdproxy.web.routes import routes
@@ -64,6 +65,8 @@ class ProxyApp(QuartTrio):
         self._configured = False
         self.watched = watched
         """The configuration file, and how to read it again."""
+        self.gate: Gate | None = None
+        """Who may ask; there from lifespan startup on."""
         self.started = trio.Event()
         self.metrics = Metrics(self._engine_states, lambda: self.pool.waiting if self._configured else 0)
         self.quiescing = False
@@ -86,7 +89,13 @@ class ProxyApp(QuartTrio):
         if self._given is None:
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
-        self.pool = Pool(self.settings, side_channel=self._side_channel, dial=self._dial, ssl_context=self._ssl_context)
+        self.gate = Gate(self.settings)
+        self.pool = Pool(
+            self.settings,
+            side_channel=self._side_channel,
+            dial=self._dial,
+            ssl_context=self._ssl_context or engine_context(self.settings),
+        )
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True

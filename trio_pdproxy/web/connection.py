@@ -47,27 +47,48 @@ class ProxyConnection(TrioASGIHTTPConnection):
         request_id = guard.client_request_id(self.scope["headers"]) or uuid4().hex
         try:
             guard.check(self.scope)
+            headers = self._admit()
         except ProxyError as error:
-            await answer(send, error, request_id)
+            await answer(send, error, request_id, guard.dialect_of(self.scope["raw_path"]))
             return
         api = APIS.get(self.scope["raw_path"].decode("ascii"))
         if api is None:
             await self._quart(receive, send)
         else:
-            await self._relay(api, request_id, receive, send)
+            await self._relay(api, headers, request_id, receive, send)
+
+    def _admit(self) -> guard.Headers:
+        """The client's headers without what is not for engines. Raises `ProxyError`."""
+        if self.app.gate is None or not guard.needs_key(self.scope["raw_path"]):
+            return self.scope["headers"]
+        return self.app.gate.admit(self.scope["headers"])
 
     # -- the relay -------------------------------------------------------------------------------
 
-    async def _relay(self, api: Api, request_id: str, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def _relay(
+        self,
+        api: Api,
+        headers: guard.Headers,
+        request_id: str,
+        receive: ASGIReceiveCallable,
+        send: ASGISendCallable,
+    ) -> None:
         report = Report(request_id=request_id, route=api.path, stream=False, accepted=trio.current_time())
         self.app.active += 1
         try:
-            await self._exchange(api, report, receive, send)
+            await self._exchange(api, headers, report, receive, send)
         finally:
             self.app.active -= 1
             self.app.observe(report)
 
-    async def _exchange(self, api: Api, report: Report, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
+    async def _exchange(
+        self,
+        api: Api,
+        headers: guard.Headers,
+        report: Report,
+        receive: ASGIReceiveCallable,
+        send: ASGISendCallable,
+    ) -> None:
         pool = self.app.usable_pool()
         try:
             if pool is None:
@@ -76,13 +97,13 @@ class ProxyConnection(TrioASGIHTTPConnection):
             plan = read_plan(
                 api,
                 await self._read_body(receive),
-                self.scope["headers"],
+                headers,
                 session_header=settings.affinity_header.encode(),
                 min_prefill_tokens=settings.min_prefill_tokens,
             )
         except ProxyError as error:
             report.status, report.outcome = error.status, _outcome(error)
-            await answer(send, error, report.request_id)
+            await answer(send, error, report.request_id, api.dialect)
             return
         except _GoneError:
             report.outcome = "disconnect"
@@ -95,10 +116,10 @@ class ProxyConnection(TrioASGIHTTPConnection):
                 await run_exchange(plan, pool, sink, report)
                 nursery.cancel_scope.cancel("the exchange is over")
         except* Exception as group:
-            await self._failed(group, sink, send, report)
+            await self._failed(group, sink, send, report, api)
 
     async def _failed(
-        self, group: ExceptionGroup[Exception], sink: AsgiSink, send: ASGISendCallable, report: Report
+        self, group: ExceptionGroup[Exception], sink: AsgiSink, send: ASGISendCallable, report: Report, api: Api
     ) -> None:
         """A fault of ours. It must not cross into Quart, which would drop what comes together with a cancellation."""
         log.error("request %s failed in the proxy", report.request_id, exc_info=group)
@@ -106,23 +127,27 @@ class ProxyConnection(TrioASGIHTTPConnection):
         if not sink.started:
             report.status = 500
             error = ProxyError("the proxy failed", status=500, fault=Fault.PROXY, code="internal_error")
-            await answer(send, error, report.request_id)
+            await answer(send, error, report.request_id, api.dialect)
 
     async def _read_body(self, receive: ASGIReceiveCallable) -> bytes:
-        """The whole body, within its limit and with a deadline for each piece."""
+        """The whole body, within its limit. Each piece has a deadline, and all have one that grows with what came."""
         settings = self.app.settings
         limit = settings.body_limit
         if (guard.declared_length(self.scope["headers"]) or 0) > limit:
             raise guard.too_large(limit)
         pieces: list[bytes] = []
         size = 0
+        begun = trio.current_time()
         while True:
             event: Any = None
-            with trio.move_on_after(settings.upload_timeout):
+            # Who sends a byte a minute is not silent, and must not hold a connection for days either.
+            slowest = begun + settings.upload_timeout + size / guard.SLOWEST_UPLOAD
+            with trio.CancelScope(deadline=min(trio.current_time() + settings.upload_timeout, slowest)):
                 event = await receive()
             if event is None:
                 raise ProxyError(
-                    f"no byte of the body came for {settings.upload_timeout:g} s",
+                    f"the body came too slowly: nothing for {settings.upload_timeout:g} s, or less than "
+                    f"{guard.SLOWEST_UPLOAD} bytes/s",
                     status=408,
                     fault=Fault.CLIENT,
                     code="upload_timeout",

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 from hypercorn.typing import HTTPScope
 
-from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
+from trio_pdproxy.core.errors import Dialect, Fault, ProxyError, bad_request
 from trio_pdproxy.core.plan import APIS
 
 # path -> methods. HEAD comes with GET.
@@ -23,6 +23,11 @@ ROUTES: dict[bytes, tuple[str, ...]] = {
     b"/status": ("GET", "HEAD"),
     b"/metrics": ("GET", "HEAD"),
 }
+
+SLOWEST_UPLOAD = 1024
+"""Bytes a second that a body has to come with on the whole, after a first `upload_timeout` seconds."""
+
+_KEYLESS = frozenset({b"/health", b"/ready", b"/status", b"/metrics"})
 
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
@@ -81,6 +86,17 @@ def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
     hosts = [value for name, value in headers if name == b"host"]
     if len(hosts) > 1 or (version != "1.0" and not hosts) or any(h and not _HOST.fullmatch(h) for h in hosts):
         raise bad_request("the Host header is missing or malformed", code="bad_host")
+
+
+def needs_key(path: bytes) -> bool:
+    """Whether this route (one of ROUTES) is for clients with a key, where keys are asked for at all. The others are for
+    whoever runs the proxy: they hold no client's text."""
+    return path not in _KEYLESS
+
+
+def dialect_of(path: bytes) -> Dialect:
+    """The shape in which a client of this path expects errors, also where nothing is there."""
+    return Dialect.ANTHROPIC if path.startswith(b"/v1/messages") else Dialect.OPENAI
 
 
 def declared_length(headers: Headers) -> int | None:

@@ -17,6 +17,7 @@ from trio_pdproxy.config import ConfigError
 from trio_pdproxy.core.errors import only
 from trio_pdproxy.engines.discovery.file import watch_file
 from trio_pdproxy.exchange import keep_warm
+from trio_pdproxy.web.auth import watch_keys
 
 if TYPE_CHECKING:
     from trio_pdproxy.web.app import ProxyApp
@@ -43,6 +44,8 @@ class Lifespan:
                 nursery.start_soon(self.app.pool.run)
                 if self.app.watched is not None:
                     nursery.start_soon(watch_file, self.app.pool, *self.app.watched)
+                if self.app.gate is not None and self.app.settings.client_keys_file is not None:
+                    nursery.start_soon(watch_keys, self.app.gate, self.app.settings.client_keys_file)
                 if self.app.settings.warm_up:
                     nursery.start_soon(keep_warm, self.app.pool)
                 await self.app.startup()

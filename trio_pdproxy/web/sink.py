@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hypercorn.typing import ASGISendCallable
 
-from trio_pdproxy.core.errors import ProxyError
+from trio_pdproxy.core.errors import Dialect, ProxyError
 from trio_pdproxy.engines.wire import Headers
 
 
@@ -34,9 +34,9 @@ class AsgiSink:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def answer(send: ASGISendCallable, error: ProxyError, request_id: str) -> None:
+async def answer(send: ASGISendCallable, error: ProxyError, request_id: str, dialect: Dialect = Dialect.OPENAI) -> None:
     """A whole response of ours, where no exchange has begun."""
-    body = error.body()
+    body = error.body(dialect)
     sink = AsgiSink(send)
     await sink.start(
         error.status,

@@ -1,30 +1,31 @@
-"""From a client's request to the bodies of its legs. Pure: ids and coordinates are handed in.
+"""From a client's request to the bodies of its legs.
 
-A body is read at its top level only (`dict[str, Raw]`): every member a leg does not need changed goes to
-the engines as the client wrote it. What a leg needs changed is said once per API, in the table `APIS`.
-
-Where the rules come from (measured on vLLM 0.32): a prefill leg generates one token and answers at once,
-so `stream`, `stream_options` and `min_tokens` have to go (the engine answers 400 to the last two), and every
-field that could ask for more than one token is overwritten (in chat `max_completion_tokens` beats
-`max_tokens`). `n` and all that shapes the prompt stay: they name the transfers and size the blocks.
+A body is read at its top level only (`dict[str, Raw]`): every member a leg does not need changed goes to the engines as
+the client wrote it. What a leg needs changed is said once per API, in the table `APIS`.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 import msgspec
 
-from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
+from trio_pdproxy.core.errors import Dialect, Fault, ProxyError, bad_request
+from trio_pdproxy.core.plan.apis import Api
+from trio_pdproxy.core.plan.members import (
+    Members,
+    check_shape,
+    is_asked,
+    is_given,
+    is_literal,
+    kind_of,
+    raw_of,
+    read_members,
+)
 from trio_pdproxy.core.routing import AFFINITY_BYTES
-
-TRUE = msgspec.Raw(b"true")
-FALSE = msgspec.Raw(b"false")
-ONE = msgspec.Raw(b"1")
-
-Members = dict[str, msgspec.Raw]
 
 
 class Kind(Enum):
@@ -53,55 +54,6 @@ class Coordinates:
     dcp_size: int = 1
 
 
-@dataclass(frozen=True, slots=True)
-class Api:
-    """What the plan must know of one OpenAI-style API."""
-
-    path: str
-    id_prefix: str
-    """Of the engine's own request ids: `<id_prefix>-<dispatch id>`."""
-    prefill_sets: tuple[tuple[str, msgspec.Raw], ...]
-    prefill_drops: tuple[str, ...]
-    shapes: tuple[tuple[str, str], ...]
-    """Members whose JSON kind is checked: name, kinds allowed (see `_kind`)."""
-    needs: tuple[str, ...]
-    """At least one of these must be there and not null."""
-
-
-# Answer-only members a prefill leg can do without: they cost the prefill engine work nobody reads.
-_ANSWER_ONLY = ("logprobs", "top_logprobs", "echo")
-_COMMON_SHAPES = (
-    ("model", "sn"),
-    ("stream", "bn"),
-    ("stream_options", "on"),
-    ("max_tokens", "#n"),
-    ("min_tokens", "#n"),
-    ("n", "#n"),
-    ("vllm_xargs", "on"),
-)
-
-APIS = {
-    api.path: api
-    for api in (
-        Api(
-            path="/v1/completions",
-            id_prefix="cmpl",
-            prefill_sets=(("stream", FALSE), ("max_tokens", ONE)),
-            prefill_drops=("stream_options", "min_tokens", *_ANSWER_ONLY),
-            shapes=(*_COMMON_SHAPES, ("prompt", "san")),
-            needs=("prompt", "prompt_embeds"),
-        ),
-        Api(
-            path="/v1/chat/completions",
-            id_prefix="chatcmpl",
-            prefill_sets=(("stream", FALSE), ("max_tokens", ONE)),
-            prefill_drops=("stream_options", "min_tokens", "max_completion_tokens", *_ANSWER_ONLY),
-            shapes=(*_COMMON_SHAPES, ("max_completion_tokens", "#n"), ("messages", "a")),
-            needs=("messages",),
-        ),
-    )
-}
-
 # What a client may not bring. `kv_transfer_params` steers the KV connector: one wrong member kills a decode
 # engine, a `remote_host` of the client's sends it anywhere. `request_id` names the transfer: two live requests of
 # one name get each other's KV. `vllm_xargs` is a second door to the first two: its members become the engine's extra
@@ -110,14 +62,10 @@ _STEERING = ("kv_transfer_params", "ec_transfer_params")
 _FORBIDDEN = (*_STEERING, "request_id")
 _XARGS = "vllm_xargs"
 
-_KIND_NAMES = {
-    "s": "a string",
-    "o": "an object",
-    "a": "an array",
-    "b": "true or false",
-    "#": "a number",
-    "n": "null",
-}
+# No server hands such a value on; whoever reads plans without one may.
+_LINE_END = re.compile(rb"[\r\n\x00]")
+
+_CLIENTS_TOOLS = ("function", "custom")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,7 +91,7 @@ class Plan:
     @property
     def prefix(self) -> bytes:
         """The prompt's beginning, as it stands in the request: what routing by prefix goes by."""
-        prompt = self.members.get(self.api.needs[0])
+        prompt = self.members.get(self.api.needs[0]) if self.api.needs else None
         return b"" if prompt is None else bytes(memoryview(prompt)[:AFFINITY_BYTES])
 
     def alone(self, reason: str) -> Plan:
@@ -156,12 +104,13 @@ class Plan:
         for name in self.api.prefill_drops:
             members.pop(name, None)
         members.update(self.api.prefill_sets)
-        return _encode(members, {"do_remote_decode": True, "transfer_id": dispatch_id})
+        return self._encode(members, dispatch_id, {"do_remote_decode": True, "transfer_id": dispatch_id})
 
     def decode_body(self, dispatch_id: str, coordinates: Coordinates) -> bytes:
         """The decode leg: the client's request, its KV to come from the engine at `coordinates`."""
-        return _encode(
+        return self._encode(
             dict(self.members),
+            dispatch_id,
             {
                 "do_remote_prefill": True,
                 "do_remote_decode": False,
@@ -173,7 +122,7 @@ class Plan:
                 "dcp_size": coordinates.dcp_size,
                 # vLLM 0.32 pairs by the request id in X-Request-Id, later ones by transfer_id; this one is
                 # only used for heartbeats, but its absence kills the engine.
-                "remote_request_id": f"{self.api.id_prefix}-{dispatch_id}",
+                "remote_request_id": self.api.engine_id.format(dispatch_id),
                 "transfer_id": dispatch_id,
             },
         )
@@ -181,6 +130,12 @@ class Plan:
     def pull_body(self, transfer_params: msgspec.Raw) -> bytes:
         """The decode leg in pull mode: the client's request with what the prefill engine said, verbatim."""
         return msgspec.json.encode(self.members | {"kv_transfer_params": transfer_params})
+
+    def _encode(self, members: Members, dispatch_id: str, kv_transfer_params: dict[str, object]) -> bytes:
+        if self.api.body_id:
+            members["request_id"] = raw_of(self.api.body_id.format(dispatch_id))
+        members["kv_transfer_params"] = raw_of(kv_transfer_params)
+        return msgspec.json.encode(members)
 
     def alone_body(self) -> bytes:
         """The whole request for one engine that computes prompt and answer itself."""
@@ -204,30 +159,36 @@ def read_plan(
     """
     headers = tuple(headers)
     _check_content_type(headers)
-    members = _members(body)
+    members = read_members(body)
     dropped = tuple(name for name in _FORBIDDEN if members.pop(name, None) is not None)
     dropped += _clean_xargs(members)
     for name, kinds in api.shapes:
-        _check_shape(members, name, kinds)
-    if not any(_given(members, name) for name in api.needs):
+        check_shape(members, name, kinds)
+    if api.needs and not any(is_given(members, name) for name in api.needs):
         raise bad_request(f"`{api.needs[0]}` is missing", param=api.needs[0], code="missing_field")
-    reason = _decode_only_reason(members)
+    if api.dialect is Dialect.RESPONSES and is_asked(members, "background"):
+        raise bad_request(
+            "`background` is not supported: a response that nobody waits for could not be fetched here",
+            param="background",
+            code="unsupported",
+        )
+    reason = "one engine answers" if api.alone else _decode_only_reason(members, api)
     if not reason and min_prefill_tokens and _estimated_tokens(members.get(api.needs[0])) < min_prefill_tokens:
         reason = "a short prompt"
     return Plan(
         api=api,
         kind=Kind.DECODE_ONLY if reason else Kind.PUSH,
         members=members,
-        stream=_is(members, "stream", b"true"),
+        stream=is_literal(members, "stream", b"true"),
         several=_several(members),
         dropped=dropped,
         reason=reason,
-        headers=tuple(pair for pair in headers if pair[0] in FORWARDED_HEADERS),
+        headers=tuple(pair for pair in headers if pair[0] in FORWARDED_HEADERS and not _LINE_END.search(pair[1])),
         session=next((value for name, value in headers if name == session_header), None),
     )
 
 
-FORWARDED_HEADERS = frozenset({b"authorization", b"traceparent", b"tracestate", b"user-agent"})
+FORWARDED_HEADERS = frozenset({b"authorization", b"x-api-key", b"traceparent", b"tracestate", b"user-agent"})
 """Everything else stays here: an engine must not be steered by X-Request-Id, X-data-parallel-rank or what
 comes next, so this is a list of what passes, not of what does not."""
 
@@ -246,25 +207,9 @@ def _check_content_type(headers: tuple[tuple[bytes, bytes], ...]) -> None:
         )
 
 
-def _members(body: bytes) -> Members:
-    try:
-        # msgspec leaves members it does not decode unchecked for UTF-8, and an engine that decodes them
-        # answers with a 500.
-        body.decode("utf-8")
-        return msgspec.json.decode(body, type=Members)
-    except UnicodeDecodeError as error:
-        raise bad_request(f"the body is not valid UTF-8 (byte {error.start})", code="invalid_utf8") from None
-    except RecursionError:
-        raise bad_request("the body is nested too deeply", code="too_deep") from None
-    except msgspec.ValidationError:
-        raise bad_request("the body must be a JSON object", code="not_an_object") from None
-    except msgspec.DecodeError as error:
-        raise bad_request(f"the body is not valid JSON: {error}", code="invalid_json") from None
-
-
 def _clean_xargs(members: Members) -> tuple[str, ...]:
     raw = members.get(_XARGS)
-    if raw is None or _kind(raw) != "o":
+    if raw is None or kind_of(raw) != "o":
         return ()
     try:
         xargs = msgspec.json.decode(raw, type=Members)
@@ -276,57 +221,47 @@ def _clean_xargs(members: Members) -> tuple[str, ...]:
     return dropped
 
 
-def _kind(raw: msgspec.Raw) -> str:
-    """The JSON kind of a value, told by its first byte: s, o, a, b, n, or # for numbers."""
-    first = bytes(memoryview(raw)[:1])
-    return {b'"': "s", b"{": "o", b"[": "a", b"t": "b", b"f": "b", b"n": "n"}.get(first, "#")
-
-
-def _check_shape(members: Members, name: str, kinds: str) -> None:
-    raw = members.get(name)
-    if raw is None or (kind := _kind(raw)) in kinds:
-        return
-    wanted = " or ".join(_KIND_NAMES[k] for k in kinds)
-    raise bad_request(f"`{name}` must be {wanted}, not {_KIND_NAMES[kind]}", param=name, code="wrong_type")
-
-
-def _given(members: Members, name: str) -> bool:
-    raw = members.get(name)
-    return raw is not None and _kind(raw) != "n"
-
-
-def _is(members: Members, name: str, literal: bytes) -> bool:
-    raw = members.get(name)
-    return raw is not None and bytes(raw) == literal
-
-
-def _asked(members: Members, name: str) -> bool:
-    """Whether a member is there and neither null nor false."""
-    return _given(members, name) and not _is(members, name, b"false")
-
-
 def _several(members: Members) -> bool:
-    if _given(members, "n") and not _is(members, "n", b"1"):
+    if is_given(members, "n") and not is_literal(members, "n", b"1"):
         return True
-    if _given(members, "prompt_embeds"):
+    if is_given(members, "prompt_embeds"):
         return True  # one or a list of them, and each beside what `prompt` says
     prompt = members.get("prompt")
-    if prompt is None or _kind(prompt) != "a":
+    if prompt is None or kind_of(prompt) != "a":
         return False
     # A list of numbers is one prompt, a list of strings or lists is several (or one: no harm in waiting).
     inner = bytes(memoryview(prompt)[1:64]).lstrip()[:1]
     return inner in (b'"', b"[", b"{", b"")
 
 
-def _decode_only_reason(members: Members) -> str:
+def _decode_only_reason(members: Members, api: Api) -> str:  # noqa: PLR0911 -- one line a rule
     """Which member makes the decode engine ignore transferred KV and compute the prompt itself."""
-    if _given(members, "prompt_logprobs"):
+    if is_given(members, "prompt_logprobs"):
         return "prompt_logprobs"
-    if _asked(members, "echo") and _asked(members, "logprobs"):
+    if is_asked(members, "echo") and is_asked(members, "logprobs"):
         return "echo with logprobs"
-    if _asked(members, "use_beam_search"):
+    if is_asked(members, "use_beam_search"):
         return "use_beam_search"
+    if api.dialect is not Dialect.RESPONSES:
+        return ""
+    if is_given(members, "previous_response_id"):
+        return "previous_response_id"  # what it names is kept by a decode engine, if at all
+    if _has_built_in_tools(members.get("tools")):
+        return "built-in tools"  # after each call the engine starts anew, with an id that prefill never hears of
     return ""
+
+
+class _Tool(msgspec.Struct):
+    type: str = "function"
+
+
+def _has_built_in_tools(tools: msgspec.Raw | None) -> bool:
+    """Whether some tool of /v1/responses is called by the engine itself."""
+    try:
+        listed = [] if tools is None else msgspec.json.decode(tools, type=list[_Tool] | None) or []
+    except (msgspec.DecodeError, RecursionError):
+        return False  # the engine's to judge
+    return any(tool.type not in _CLIENTS_TOOLS for tool in listed)
 
 
 def _estimated_tokens(prompt: msgspec.Raw | None) -> int:
@@ -336,54 +271,6 @@ def _estimated_tokens(prompt: msgspec.Raw | None) -> int:
         return 0
     data = memoryview(prompt)
     first = bytes(data[1:64]).lstrip()[:1]
-    if _kind(prompt) == "a" and first.isdigit():
+    if kind_of(prompt) == "a" and first.isdigit():
         return bytes(data).count(b",") + 1
     return len(data) // 4
-
-
-def _encode(members: Members, kv_transfer_params: dict[str, object]) -> bytes:
-    members["kv_transfer_params"] = msgspec.Raw(msgspec.json.encode(kv_transfer_params))
-    return msgspec.json.encode(members)
-
-
-class Told(msgspec.Struct, frozen=True):
-    """What a prefill engine's 200 says of itself, in its `kv_transfer_params`."""
-
-    remote_engine_id: str
-    tp_size: int = 1
-    pp_size: int = 1
-    dcp_size: int = 1
-    transfer_mode: str = "pull"
-    """push or pull; engines that say nothing are older than push."""
-
-
-def told_in(answer: bytes) -> Told | None:
-    """None if it did not take part in a transfer (no `kv_transfer_params`): it is no NIXL prefill engine."""
-    params = transfer_params_in(answer)
-    try:
-        told = None if params is None else msgspec.json.decode(params, type=Told)
-    except (msgspec.DecodeError, msgspec.ValidationError):
-        return None
-    return told if told is not None and told.remote_engine_id else None
-
-
-def transfer_params_in(answer: bytes) -> msgspec.Raw | None:
-    """A prefill engine's `kv_transfer_params` as it wrote them: what a pulling decode engine is handed."""
-    try:
-        params = msgspec.json.decode(answer, type=Members).get("kv_transfer_params")
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return None
-    return None if params is None or _kind(params) != "o" else params
-
-
-def without_kv_transfer_params(answer: bytes) -> bytes:
-    """A non-stream answer as the client may see it. Byte for byte the same if there was nothing to hide."""
-    if b'"kv_transfer_params"' not in answer:
-        return answer
-    try:
-        members = msgspec.json.decode(answer, type=Members)
-    except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
-        return answer
-    if members.pop("kv_transfer_params", None) is None:
-        return answer
-    return msgspec.json.encode(members)
