@@ -110,6 +110,8 @@ async def test_the_admin_paths_want_their_token_and_are_not_on_the_clients_liste
         ("http://169.254.169.254", 403),
         ("http://[::ffff:169.254.169.254]", 403),
         ("http://[fe80::1]", 403),
+        ("http://[64:ff9b::a9fe:a9fe]", 403),
+        ("http://localhost:8000", 403),
         ("http://0.0.0.0:80", 403),
         ("http://192.0.2.1:8000", 403),
         ("http://127.0.0.1:8000;side_channel=169.254.169.254:80", 403),
@@ -153,10 +155,14 @@ def test_names_and_networks_are_allowed_as_listed() -> None:
     check_host("d1.pods.example", ["10.1.2.3"], ["*.pods.example"])
     check_host("d1", ["10.1.2.3"], ["d1"])
     check_host("10.1.2.3", ["10.1.2.3"], ["10.0.0.0/8"])
-    check_host("d1", ["10.1.2.3", "fd00::1"], ["10.0.0.0/8", "fd00::/8"])
+    check_host("fd00::1", ["fd00::1"], ["10.0.0.0/8", "fd00::/8"])
+    check_host("64:ff9b::a01:203", ["64:ff9b::a01:203"], ["10.0.0.0/8"])
     for host, resolved, allowed in (
         ("pods.example.evil", ["10.1.2.3"], ["*.pods.example"]),
         ("d1", ["10.1.2.3", "192.0.2.1"], ["10.0.0.0/8"]),
+        ("d1", ["10.1.2.3"], ["10.0.0.0/8"]),  # tomorrow it may stand for another place
+        ("64:ff9b::a9fe:a9fe", ["64:ff9b::a9fe:a9fe"], ["::/0"]),
+        ("2002:a9fe:a9fe::", ["2002:a9fe:a9fe::"], ["::/0"]),
         ("d1.pods.example", ["169.254.169.254"], ["*.pods.example"]),
         ("10.1.2.3", ["10.1.2.3"], ["10.1.2.4"]),
         ("d1", [], []),

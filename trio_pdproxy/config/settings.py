@@ -271,7 +271,8 @@ class Settings(BaseModel):
     admin_allow: v.Texts = Field(
         default=(),
         description="Where engines that are added by the admin paths may be: host names, *.domain, addresses and "
-        "networks (10.0.0.0/8), separated by commas. Empty: nowhere. Link-local addresses never are.",
+        "networks (10.0.0.0/8; they allow addresses, not the names that stand for them), separated by commas. Empty: "
+        "nowhere. Link-local addresses never are.",
         json_schema_extra={"shown_default": "nowhere"},
     )
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], v.Lower] = Field(

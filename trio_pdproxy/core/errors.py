@@ -118,6 +118,34 @@ def next_sequence_number(events: bytes) -> int:
     return int(found[-1]) + 1 if found else 0
 
 
+def as_event(body: bytes, dialect: Dialect) -> bytes:
+    """A whole error body (an engine's or ours) as one event of a stream that has begun with nothing but comments."""
+    if dialect is Dialect.RESPONSES:
+        body = _flat(body)
+    data = b"".join(b"data: %b\n" % line for line in body.splitlines() or [b""])
+    return (b"" if dialect is Dialect.OPENAI else b"event: error\n") + data + b"\n"
+
+
+class _Told(msgspec.Struct):
+    message: str = "the request failed"
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _Body(msgspec.Struct):
+    error: _Told
+
+
+def _flat(body: bytes) -> bytes:
+    try:
+        told = msgspec.json.decode(body, type=_Body).error
+    except (msgspec.DecodeError, RecursionError):
+        told = _Told()
+    code = None if told.code is None else str(told.code)
+    members = {"type": "error", "code": code, "message": told.message, "param": told.param, "sequence_number": 0}
+    return msgspec.json.encode(members)
+
+
 def bad_request(message: str, *, param: str | None = None, code: str = "invalid_request") -> ProxyError:
     """A client's fault that no engine has to be asked about: 400."""
     return ProxyError(message, status=400, fault=Fault.CLIENT, code=code, param=param)

@@ -12,6 +12,8 @@ from collections.abc import Iterable
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
+_NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
+
 
 class NotAllowedError(ValueError):
     """This address may not be an engine's; the text says why."""
@@ -22,7 +24,8 @@ def check_host(host: str, resolved: Iterable[str], allowed: Iterable[str]) -> No
 
     `resolved` are the addresses it stands for now; `allowed` the operator's list: host names, `*.domain`, addresses and
     networks (10.0.0.0/8). Link-local, multicast and unspecified addresses are refused whatever the list says: the first
-    are where clouds keep their metadata and credentials.
+    are where clouds keep their metadata and credentials. Networks allow addresses only: what a name stands for
+    is its owner's to change after it was looked at (DNS rebinding), so a name has to be on the list itself.
     """
     addresses = [_address(text) for text in resolved]
     for address in addresses:
@@ -31,6 +34,8 @@ def check_host(host: str, resolved: Iterable[str], allowed: Iterable[str]) -> No
     names = [entry.lower() for entry in allowed]
     if any(_names(entry, host.lower()) for entry in names):
         return
+    if not _is_address(host):
+        raise NotAllowedError(f"{host} is not on the list of what may be added (admin_allow), which has to name it")
     networks = [network for entry in names if (network := _network(entry)) is not None]
     if addresses and all(any(_inside(address, network) for network in networks) for address in addresses):
         return
@@ -39,9 +44,20 @@ def check_host(host: str, resolved: Iterable[str], allowed: Iterable[str]) -> No
 
 def _address(text: str) -> Address:
     address = ipaddress.ip_address(text.partition("%")[0])
-    # ::ffff:169.254.169.254 is the same place as 169.254.169.254.
-    mapped = getattr(address, "ipv4_mapped", None)
-    return mapped if mapped is not None else address
+    if isinstance(address, ipaddress.IPv6Address):
+        # ::ffff:169.254.169.254 is the same place as 169.254.169.254, and a gateway may take these for it, too.
+        if address in _NAT64:
+            return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+        return address.ipv4_mapped or address.sixtofour or address
+    return address
+
+
+def _is_address(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
 
 
 def _network(entry: str) -> Network | None:

@@ -38,7 +38,7 @@ from uuid import uuid4
 import trio
 
 from trio_pdproxy.core import sse
-from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.errors import Fault, ProxyError, as_event
 from trio_pdproxy.core.health import back_off
 from trio_pdproxy.core.plan import Kind, Plan, shown_answer, shown_block, tokens_in
 from trio_pdproxy.core.report import Report
@@ -51,6 +51,10 @@ from trio_pdproxy.exchange.sink import Sink
 
 ANSWER_PIECE = 256 * 1024
 """Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
+
+
+_PING = b": ping\n\n"
+_SSE_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 
 def new_dispatch_id() -> str:
@@ -81,6 +85,10 @@ class _Exchange:
         self.sink = sink
         self.report = report
         self.new_id = new_id
+        self._front = trio.CancelScope()
+        self._turn = trio.Lock()
+        self._pinging: trio.CancelScope | None = None
+        """Where comments are sent while a stream waits: until its first event, or another answer."""
         self.deadline = trio.current_time() + pool.settings.request_timeout
         report.kind = plan.kind.value
         report.stream = plan.stream
@@ -90,15 +98,37 @@ class _Exchange:
         # What only a cancellation leaves standing. It cannot be caught by its name: whoever opens a nursery (connecting
         # does) may hand it on in a group.
         self.report.outcome = "disconnect"
+        if self.plan.stream and self.pool.settings.ping_interval:
+            self._pinging = trio.CancelScope()
+            legs.start_soon(self._ping, self._pinging)
         try:
-            await self._try_pairs(legs)
+            with self._front:
+                await self._try_pairs(legs)
         except ProxyError as error:
             await self._answer_error(error)
         except Exception:
             self.report.outcome = "error"
             raise
         finally:
+            if self._pinging is not None:
+                self._pinging.cancel("the exchange is over")
             self.report.last_byte = trio.current_time()
+
+    async def _ping(self, scope: trio.CancelScope) -> None:
+        """Comments for whoever closes silent connections. The first one commits the status; other pairs may still be
+        tried after it, for nothing has been said."""
+        settings = self.pool.settings
+        with scope:
+            while True:
+                await trio.sleep(settings.ping_interval)
+                async with self._turn:
+                    with trio.move_on_after(settings.write_timeout) as taken:
+                        if not self.sink.started:
+                            await self._start_response(200, [_SSE_TYPE])
+                        await self.sink.write(_PING)
+                if taken.cancelled_caught:
+                    self._front.cancel("the client stopped reading")
+                    return
 
     async def _try_pairs(self, legs: trio.Nursery) -> None:
         """Try pairs until one has a verdict that is not to try another; raises `ProxyError` where that is ours."""
@@ -197,7 +227,9 @@ class _Exchange:
         leg = dispatch.decode_leg
         assert leg is not None and leg.head is not None and leg.framer is not None  # noqa: PT018
         settings = self.pool.settings
-        await self._start(leg.head.status, leg.passed_headers)
+        await self._stop_pinging()
+        if not self.sink.started:
+            await self._start_response(leg.head.status, leg.passed_headers)
         block, leg.opening = leg.opening, b""
         api = self.plan.api
         last = b""
@@ -272,9 +304,16 @@ class _Exchange:
     async def _answer(self, answer: Answer, outcome: str) -> None:
         """An engine's answer, verbatim. A client that takes no piece of it within `write_timeout` gets no more."""
         patience = self.pool.settings.write_timeout
+        await self._stop_pinging()
+        if self.sink.started:
+            self.report.outcome = outcome
+            with trio.move_on_after(patience):
+                # No end after it: what has begun as a stream must not look complete.
+                await self._write(as_event(answer.body, self.plan.api.dialect))
+            return
         with trio.CancelScope(deadline=trio.current_time() + patience) as scope:
             length = (b"content-length", str(len(answer.body)).encode())
-            await self._start(answer.status, [*answer.headers, length])
+            await self._start_response(answer.status, [*answer.headers, length])
             for start in range(0, len(answer.body), ANSWER_PIECE):
                 scope.deadline = trio.current_time() + patience
                 await self._write(answer.body[start : start + ANSWER_PIECE])
@@ -288,7 +327,13 @@ class _Exchange:
         if error.status == 504:
             self.report.outcome = "timeout"
 
-    async def _start(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
+    async def _stop_pinging(self) -> None:
+        """From here on nobody else writes to the client."""
+        if self._pinging is not None:
+            async with self._turn:
+                self._pinging.cancel("the answer has begun")
+
+    async def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.report.status = status
         await self.sink.start(status, [*headers, (b"x-request-id", self.report.request_id.encode())])
 

@@ -132,14 +132,15 @@ async def open_rig_on(
     prefill: int | None = None,
     decode: int | None = None,
     prefill_spec: dict[str, Any] | None = None,
+    decode_spec: dict[str, Any] | None = None,
     ready: bool = True,
     **settings: Any,
 ) -> AsyncIterator[Rig]:
     """Proxy and client in front of a cluster (of its first `prefill` and `decode` engines), the prefill engines
-    described with `prefill_spec` on top of what is true."""
+    and the decode engines described with `prefill_spec` and `decode_spec` on top of what is true."""
     configured = Settings(
         prefill=[spec_of(e, **(prefill_spec or {})) for e in cluster.prefill[:prefill]],
-        decode=[spec_of(e) for e in cluster.decode[:decode]],
+        decode=[spec_of(e, **(decode_spec or {})) for e in cluster.decode[:decode]],
         bind="127.0.0.1:0",
         **({"warm_up": False} | settings),
     )

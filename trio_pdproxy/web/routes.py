@@ -6,8 +6,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import trio
-from quart import Blueprint, Response, current_app
+from quart import Blueprint, Response, current_app, request
 
+from trio_pdproxy.core.errors import ProxyError
 from trio_pdproxy.engines.wire import EngineError
 
 if TYPE_CHECKING:
@@ -54,31 +55,47 @@ async def metrics() -> Response:
 
 @routes.get("/v1/models")
 async def models() -> Response:
-    """The models of the live engines, each once."""
+    """The models of the live decode engines, each once. Where none lists any, what the first of them says instead."""
     app = _app()
     pool = app.usable_pool()
     if pool is None:
-        error = app.not_serving()
-        return Response(error.body(), status=error.status, content_type="application/json")
-    found: dict[str, Any] = {}
+        return _error(app.not_serving())
+    found: dict[str, dict[str, Any]] = {}
+    refusals: dict[str, Response] = {}
+    headers = _credentials(app)
 
     async def ask(engine: Engine) -> None:
         try:
-            response = await engine.call("GET", "/v1/models")
+            response = await engine.call("GET", "/v1/models", headers=headers)
+            if response.status_code != 200:
+                content_type = response.headers.get("content-type")
+                refusals[engine.name] = Response(response.content, response.status_code, content_type=content_type)
+                return
             listed = msgspec.json.decode(response.content, type=_Models).data
         except (EngineError, msgspec.DecodeError):
             return  # the others answer; the monitor finds out about this one
         for model in listed:
-            found.setdefault(model["id"], model)
+            found.setdefault(str(model.get("id")), model)
 
     async with trio.open_nursery() as nursery:
         for engine in pool.decode:
             if engine.usable:
                 nursery.start_soon(ask, engine)
-    if not found:
-        error = pool.unavailable(pair=False)
-        return Response(error.body(), status=error.status, headers=_text(error.headers()))
-    return _json({"object": "list", "data": [found[name] for name in sorted(found)]})
+    if found:
+        return _json({"object": "list", "data": [found[name] for name in sorted(found)]})
+    return refusals[min(refusals)] if refusals else _error(pool.unavailable(pair=False))
+
+
+def _credentials(app: ProxyApp) -> dict[str, str] | None:
+    """With which key engines are asked on behalf of a client; None: with the proxy's own."""
+    if app.settings.auth != "pass_through":
+        return None
+    given = request.headers.get("Authorization", "")
+    return {"authorization": given if given.isascii() else ""}
+
+
+def _error(error: ProxyError) -> Response:
+    return Response(error.body(), status=error.status, headers=_text(error.headers()))
 
 
 class _Models(msgspec.Struct):
