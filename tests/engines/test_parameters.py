@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Any
 
 import httpx
@@ -23,6 +24,8 @@ pytestmark = [pytest.mark.engines, pytest.mark.timeout(1000)]
 RESPONSES = "/v1/responses"
 MESSAGES = "/v1/messages"
 AT_ONCE = 4
+PATIENCE = 45.0
+"""Seconds for one answer, on machines that are short of CPU."""
 PROMPT = "the quick brown fox jumps over the lazy dog, and then again over "
 SCHEMA = {"type": "object", "properties": {"a": {"type": "boolean"}}, "required": ["a"], "additionalProperties": False}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": SCHEMA}}
@@ -179,7 +182,10 @@ def body_of(path: str, number: int) -> dict[str, Any]:
 
 async def said(client: httpx.AsyncClient, path: str, body: dict[str, Any]) -> tuple[int, Any]:
     """The status, and what was said: without ids, times, and what the cache had."""
-    response = await client.post(path, json=body)
+    try:
+        response = await client.post(path, json=body, timeout=PATIENCE)
+    except httpx.TimeoutException:
+        return 0, f"nothing within {PATIENCE:g} s"
     if response.headers["content-type"].startswith("text/event-stream"):
         events = [event for event in sse.events(response.content) if event != b"[DONE]"]
         return response.status_code, _streamed([msgspec.json.decode(event) for event in events])
@@ -211,6 +217,8 @@ def _plain(value: Any) -> Any:
         return {name: _plain(inner) for name, inner in value.items() if name not in _OWN}
     if isinstance(value, list):
         return [_plain(inner) for inner in value]
+    if isinstance(value, str):
+        return re.sub(r"<dict of \d+ items>", "<dict>", value)  # the legs have members of the proxy's
     return round(value, 2) if isinstance(value, float) else value
 
 

@@ -49,7 +49,9 @@ class ProxyConnection(TrioASGIHTTPConnection):
             guard.check(self.scope)
             headers = self._admit()
         except ProxyError as error:
-            await answer(send, error, request_id, guard.dialect_of(self.scope["raw_path"]))
+            dialect = guard.dialect_of(self.scope["raw_path"])
+            # Who was refused for how it frames requests must not have its next bytes read as one of them.
+            await answer(send, error, request_id, dialect, close=True)
             return
         api = APIS.get(self.scope["raw_path"].decode("ascii"))
         if api is None:

@@ -34,8 +34,15 @@ class AsgiSink:
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
 
-async def answer(send: ASGISendCallable, error: ProxyError, request_id: str, dialect: Dialect = Dialect.OPENAI) -> None:
-    """A whole response of ours, where no exchange has begun."""
+async def answer(
+    send: ASGISendCallable,
+    error: ProxyError,
+    request_id: str,
+    dialect: Dialect = Dialect.OPENAI,
+    *,
+    close: bool = False,
+) -> None:
+    """A whole response of ours, where no exchange has begun. `close`: it is the connection's last."""
     body = error.body(dialect)
     sink = AsgiSink(send)
     await sink.start(
@@ -44,6 +51,7 @@ async def answer(send: ASGISendCallable, error: ProxyError, request_id: str, dia
             *error.headers(),
             (b"content-length", str(len(body)).encode()),
             (b"x-request-id", request_id.encode()),
+            *([(b"connection", b"close")] if close else []),
         ],
     )
     await sink.write(body)
