@@ -7,7 +7,7 @@ import re
 import pytest
 import trio
 
-from trio_pdproxy.core.plan.members import DEPTH_LIMIT
+from trio_pdproxy.core.plan import DEPTH_LIMIT
 from trio_pdproxy.testing import Rig, open_rig
 from trio_pdproxy.web import guard
 

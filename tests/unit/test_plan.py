@@ -499,3 +499,80 @@ def test_a_client_never_sees_kv_transfer_params_and_the_rest_stays_as_it_was() -
 )
 def test_an_answer_with_nothing_to_hide_is_the_same_bytes(answer: bytes) -> None:
     assert plans.shown_answer(answer, {}) == answer
+
+
+# --- the other APIs ---------------------------------------------------------------------------------
+
+RESPONSES, ANTHROPIC = APIS["/v1/responses"], APIS["/v1/messages"]
+
+
+def test_responses_are_paired_by_the_bodys_request_id_and_ask_prefill_for_one_token() -> None:
+    sent = {
+        "input": "x",
+        "max_output_tokens": 9,
+        "stream": True,
+        "store": True,
+        "top_logprobs": 2,
+        "request_id": "mine",
+    }
+    p, d = prefill_leg(sent, RESPONSES), decode_leg(sent, RESPONSES)
+    assert p["request_id"] == d["request_id"] == "resp_the-id"
+    assert d["kv_transfer_params"]["remote_request_id"] == "resp_the-id_0"
+    assert (p["max_output_tokens"], p["stream"], p["store"], "top_logprobs" in p) == (1, False, False, False)
+    assert (d["max_output_tokens"], d["stream"], d["store"], d["top_logprobs"]) == (9, True, True, 2)
+
+
+def test_messages_ask_prefill_for_one_token_and_have_no_id_in_the_body() -> None:
+    sent = {"messages": MESSAGES, "max_tokens": 9, "stream": True, "request_id": "mine", "system": "s"}
+    p, d = prefill_leg(sent, ANTHROPIC), decode_leg(sent, ANTHROPIC)
+    assert (p["max_tokens"], p["stream"], p["system"]) == (1, False, "s")
+    assert "request_id" not in p
+    assert "request_id" not in d
+    assert d["kv_transfer_params"]["remote_request_id"] == "chatcmpl-the-id"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({}, ""),
+        ({"previous_response_id": "resp_1"}, "previous_response_id"),
+        ({"previous_response_id": None}, ""),
+        ({"tools": [{"type": "function", "name": "f"}, {"type": "custom"}]}, ""),
+        ({"tools": [{"type": "mcp"}]}, "built-in tools"),
+        ({"tools": [{"type": 1}]}, ""),
+        ({"tools": []}, ""),
+    ],
+)
+def test_what_prefill_cannot_know_goes_to_decode_alone(more: dict[str, Any], reason: str) -> None:
+    plan = read({"input": "x"} | more, RESPONSES)
+    assert (plan.kind, plan.reason) == (Kind.DECODE_ONLY if reason else Kind.PUSH, reason)
+
+
+def test_background_is_refused_on_responses_and_unknown_elsewhere() -> None:
+    assert refused({"input": "x", "background": True}, RESPONSES).code == "unsupported"
+    assert read({"input": "x", "background": False}, RESPONSES).kind is Kind.PUSH
+    assert read({"prompt": "x", "background": True}).kind is Kind.PUSH
+
+
+@pytest.mark.parametrize("api", plans.ALONE, ids=lambda api: api.path)
+def test_what_one_engine_answers_is_cleaned_and_otherwise_its_own(api: Api) -> None:
+    plan = read({"anything": [1], "kv_transfer_params": {}, "request_id": "x"}, api)
+    assert plan.kind is Kind.DECODE_ONLY
+    assert json.loads(plan.alone_body()) == {"anything": [1]}
+    assert plan.dropped == ("kv_transfer_params", "request_id")
+    assert plan.prefix == b""
+
+
+def test_depth_counts_what_is_nested_and_not_what_is_quoted() -> None:
+    limit = plans.DEPTH_LIMIT
+    for opened, closed in ((b"[", b"]"), (b'{"a":', b"}")):
+        read(b'{"prompt":"x","a":' + opened * (limit - 1) + b"1" + closed * (limit - 1) + b"}")
+        assert refused(b'{"prompt":"x","a":' + opened * limit + b"1" + closed * limit + b"}").code == "too_deep"
+    for text in (b"[" * 1000, b'\\"[' * 1000, b"\\\\", b'\\\\\\"[{' * 1000):
+        read(b'{"prompt":"' + text + b'","a":["' + text + b'"]}')
+    read(b'{"prompt":[' + b",".join([b"[1]"] * 10_000) + b"]}")
+
+
+def test_a_header_with_a_line_end_in_it_goes_nowhere() -> None:
+    for value in (b"a\r\nx: y", b"a\nb", b"a\rb", b"a\x00b"):
+        assert read({"prompt": "x"}, headers=((b"traceparent", value),)).headers == ()

@@ -15,11 +15,13 @@ from trio_pdproxy.core.plan.answer import (
     transfer_params_in,
 )
 from trio_pdproxy.core.plan.apis import ALONE, APIS, PAIRED, Api, Usage
+from trio_pdproxy.core.plan.members import DEPTH_LIMIT
 from trio_pdproxy.core.plan.request import FORWARDED_HEADERS, Coordinates, Kind, Plan, read_plan
 
 __all__ = [
     "ALONE",
     "APIS",
+    "DEPTH_LIMIT",
     "FORWARDED_HEADERS",
     "NOTHING_SAID",
     "PAIRED",
