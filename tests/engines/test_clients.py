@@ -67,9 +67,10 @@ async def openai_async(url: str) -> list[str]:
 def anthropic_sync(url: str) -> list[str]:
     anthropic = pytest.importorskip("anthropic")
     with anthropic.Anthropic(base_url=url, api_key=KEY, max_retries=0) as client:
-        asked = {"model": MODEL, "messages": said("anthropic"), "max_tokens": TOKENS}
-        found = [client.messages.create(**asked, temperature=0, system="be kind").content[0].text]
-        with client.messages.stream(**asked, temperature=0) as stream:
+        asked: dict[str, Any] = {"model": MODEL, "messages": said("anthropic"), "max_tokens": TOKENS}
+        greedy = {"extra_body": {"temperature": 0}}  # newer versions have no argument for it
+        found = [client.messages.create(**asked, **greedy, system="be kind").content[0].text]
+        with client.messages.stream(**asked, **greedy) as stream:
             found.append("".join(stream.text_stream))
             final = stream.get_final_message()
         assert final.usage.output_tokens == TOKENS
