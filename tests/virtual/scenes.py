@@ -81,6 +81,8 @@ SCENES = [
     Scene("decode alone", body={**STREAM, "echo": True, "logprobs": 1}),
     Scene("a lapsed lease", faults(d=(breaks("slow", delay=40),)), STREAM),
     Scene("dead connections", dead_connections, STREAM),
+    Scene("a stream of /v1/responses", body={**STREAM, "path": "/v1/responses", "input": "hello"}),
+    Scene("pings", body=STREAM, sim=SimSettings(prefill_base=1), settings={"ping_interval": 0.4}),
 ]
 
 QUEUED = Scene("queued", no_place, STREAM, settings={**ONE_PLACE, "queue_timeout": 5})

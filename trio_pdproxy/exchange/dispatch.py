@@ -377,6 +377,13 @@ class Dispatch:
             reason = f"decode engine {self.decode.name}: {blame}"
         self._move(decode=Decode.DONE if complete else Decode.CUT, reason=reason)
 
+    async def hear_prefill(self) -> None:
+        """Let the prefill engine's answer come, which tells how much of the prompt was cached. Its push has come, so it
+        is there or about to be; what comes at the same instant must not depend on which is read first."""
+        with trio.move_on_after(TIE):
+            while self._prefill is Prefill.PENDING and self._back_runs:
+                await self._moved.wait()
+
     # -- the front: leaving ----------------------------------------------------------------------
 
     async def leave(self, why: str) -> None:

@@ -240,7 +240,7 @@ class _Exchange:
                 dispatch.blocked_since = now
                 scope.deadline = now + settings.write_timeout
                 if api.mark in block:
-                    block = self._shown(block, dispatch)
+                    block = await self._shown(block, dispatch)
                 last = block
                 await self._write(block)
                 dispatch.blocked_since = None
@@ -273,8 +273,10 @@ class _Exchange:
         with trio.move_on_after(settings.write_timeout):
             await self._write(cut.event(api.dialect, after=last))
 
-    def _shown(self, block: bytes, dispatch: Dispatch) -> bytes:
+    async def _shown(self, block: bytes, dispatch: Dispatch) -> bytes:
         """Events as the client may see them: one at a stream's end for most APIs, so this may cost something."""
+        if b'"usage":{' in block:
+            await dispatch.hear_prefill()
         for event in sse.events(block):
             self._count(event, dispatch)
         return shown_block(self.plan.api, block, dispatch.prefill_said.cache)
@@ -297,6 +299,7 @@ class _Exchange:
         assert leg is not None and leg.answer is not None  # noqa: PT018
         answer = leg.answer
         if not self.plan.api.alone:
+            await dispatch.hear_prefill()
             self._count(answer.body, dispatch)
         shown = shown_answer(answer.body, dispatch.prefill_said.cache)
         await self._answer(Answer(answer.status, answer.headers, shown), "ok")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import uuid
 from typing import Any, Protocol
 
 from trio_pdproxy.sim.parse import Kind
@@ -33,7 +32,7 @@ class ResponsesShape:
     """/v1/responses: speaks before there is any KV, numbers its events, has no [DONE], and is cut when it fails."""
 
     def __init__(self, response_id: str, model: str, created: int) -> None:
-        self._item = "msg_" + uuid.uuid4().hex[:16]
+        self._item = "msg_" + response_id.removeprefix("resp_")
         self._response = {"id": response_id, "created_at": created, "model": model, "object": "response"}
         self._sequence = 0
         self._text = ""

@@ -43,8 +43,9 @@ def scope_cancelled(**body: object) -> Cut:
     """`run_exchange` as a library's user calls it, in a scope that is cancelled."""
 
     async def cut(rig: MemoryRig, trap: StepTrap, step: int) -> None:
-        data = msgspec.json.encode({"model": "sim", "prompt": "hello", **body})
-        plan = read_plan(APIS["/v1/completions"], data, [(b"content-type", b"application/json")])
+        members = {"model": "sim", "prompt": "hello", **body}
+        path = str(members.pop("path", "/v1/completions"))
+        plan = read_plan(APIS[path], msgspec.json.encode(members), [(b"content-type", b"application/json")])
         report = Report(request_id="swept", route=plan.api.path, stream=plan.stream, accepted=trio.current_time())
 
         async def exchange() -> None:  # in a task of its own, so that nothing else is below it
