@@ -17,7 +17,7 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 
 Loc = tuple[int | str, ...]
 # Never repeated in a message: they are secrets, or may hold one.
-_NOT_SHOWN = frozenset({"url", "api_key", "admin_token"})
+_NOT_SHOWN = frozenset({"url", "api_key", "admin_token", "client_keys"})
 
 
 @dataclass(frozen=True, slots=True)
