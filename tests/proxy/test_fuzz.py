@@ -24,7 +24,7 @@ from hypothesis import strategies as st
 from trio_pdproxy.sim import SeenRequest, SimSettings
 from trio_pdproxy.testing import Rig, open_rig
 
-EXAMPLES = int(os.environ.get("PDPROXY_FUZZ", "800"))
+EXAMPLES = int(os.environ.get("PDPROXY_FUZZ", "700"))
 fuzzed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.timeout(60 + EXAMPLES)
 
@@ -70,7 +70,7 @@ def target() -> Iterator[Target]:
 
     async def main() -> None:
         sim = SimSettings(prefill_base=0.0)
-        async with open_rig(sim=sim, upload_timeout=5, body_limit=1024 * 1024, log_level="critical") as rig:
+        async with open_rig(sim=sim, upload_timeout=0.5, body_limit=1024 * 1024, log_level="critical") as rig:
             over = trio.Event()
             news.put((rig, over, trio.lowlevel.current_trio_token()))
             await over.wait()
