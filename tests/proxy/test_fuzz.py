@@ -20,6 +20,7 @@ import pytest
 import trio
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from outcome import capture
 
 from trio_pdproxy.sim import SeenRequest, SimSettings
 from trio_pdproxy.testing import Rig, open_rig
@@ -77,12 +78,7 @@ def target() -> Iterator[Target]:
             await rig.quiet(30)
 
     def run() -> None:
-        try:
-            trio.run(main)
-        except BaseException as error:
-            news.put(error)
-        else:
-            news.put(None)
+        news.put(capture(trio.run, main))
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
@@ -92,7 +88,7 @@ def target() -> Iterator[Target]:
     yield Target(int(rig.url.rpartition(":")[2]), rig)
     trio.from_thread.run_sync(over.set, trio_token=token)
     thread.join(60)
-    assert news.get(timeout=1) is None, "something was left over, or the proxy died"
+    news.get(timeout=1).unwrap()  # something was left over, or the proxy died
 
 
 def talk(target: Target, data: bytes) -> list[tuple[int, bytes]]:
