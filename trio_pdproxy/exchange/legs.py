@@ -23,6 +23,9 @@ OPENING_WAIT = 0.01
 """Seconds an event that opens a stream waits for the next one. Engines write both at once (vLLM 0.32: the role of a
 chat, the message_start of /v1/messages), also where the second is an error: then no status has been told yet."""
 
+# /v1/messages names no code in its events; this is the type that vLLM gives all of its own failures there.
+_CODES = {"internal_error": 500}
+
 # Names in lower case; the server adds its own date and server, and the client is told our request id.
 _NOT_PASSED = frozenset(
     {
@@ -191,7 +194,7 @@ class DecodeLeg:
         if error is None:
             self.error_seen = any(sse.error_event(event) for event in others)
             return Decode.SPEAKING
-        code = error.get("code")
+        code = error.get("code") or _CODES.get(str(error.get("type")))
         status = code if isinstance(code, int) and 400 <= code < 600 else 502
         self.reason = f"its first event is an error ({code})"  # not its message: that may quote a prompt
         self.answer = Answer(status, [(b"content-type", b"application/json")], first)
