@@ -26,8 +26,10 @@ from hypercorn.trio.tcp_server import TCPServer
 
 from trio_pdproxy.config import Address, Settings
 from trio_pdproxy.core.errors import only
+from trio_pdproxy.web import direct
 from trio_pdproxy.web.admin import create_admin_app
 from trio_pdproxy.web.app import ProxyApp
+from trio_pdproxy.web.direct import Direct
 
 log = logging.getLogger("trio_pdproxy.serve")
 
@@ -81,8 +83,17 @@ class ContainedServer(TCPServer):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
+        self.direct = Direct(self.stream, self.send_lock, self._send_bytes)
+        self._app = self.app
+        self.app: Any = self._call_app
         self._reading = trio.CancelScope()
         self._read_to_the_end = False
+
+    async def _call_app(self, scope: Any, *rest: Any) -> None:
+        """The app, offered a shorter way to this connection where it is a connection of HTTP/1.1."""
+        if direct.SUPPORTED and scope["type"] == "http" and scope["http_version"] == "1.1":
+            scope["extensions"][direct.EXTENSION] = self.direct
+        await self._app(scope, *rest)
 
     async def _read_data(self) -> None:
         """Hypercorn's, but for its end, which it does not see while a pipelined request waits its turn, and after which
@@ -102,10 +113,16 @@ class ContainedServer(TCPServer):
             if isinstance(event, Closed):
                 self._reading.cancel("the connection is closed")
             return
+        if not self.direct.keeps(event.data):
+            await self._send_bytes(event.data)
+
+    async def _send_bytes(self, data: bytes | memoryview) -> None:
+        if (sent := self.direct.send_now(data)) == len(data):
+            return
         async with self.send_lock:
             try:
                 with trio.fail_after(self.config.write_timeout, shield=True):
-                    await self.stream.send_all(event.data)
+                    await self.stream.send_all(memoryview(data)[sent:])
                 return
             except (trio.BrokenResourceError, trio.ClosedResourceError):
                 pass

@@ -20,6 +20,7 @@ from trio_pdproxy.core.plan import APIS, Api, read_plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.exchange import run_exchange
 from trio_pdproxy.web import guard
+from trio_pdproxy.web.direct import EXTENSION, Direct
 from trio_pdproxy.web.sink import AsgiSink, answer
 
 if TYPE_CHECKING:
@@ -88,7 +89,8 @@ class ProxyConnection(TrioASGIHTTPConnection):
             report.outcome = "disconnect"
             return
         report.planned = trio.current_time()
-        sink = AsgiSink(send)
+        offered: Direct | None = self.scope["extensions"].get(EXTENSION)  # type: ignore[assignment]  # not a dict
+        sink = AsgiSink(send, offered)
         try:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(_watch_client, receive, sink, nursery.cancel_scope)
