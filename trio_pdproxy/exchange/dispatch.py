@@ -28,7 +28,7 @@ from trio_pdproxy.engines.engine import Engine
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
 from trio_pdproxy.exchange.legs import Answer, Body, DecodeLeg, judge_prefill
-from trio_pdproxy.exchange.sending import send_first, send_or_hear
+from trio_pdproxy.exchange.sending import send_at_once, send_first, send_or_hear
 
 log = logging.getLogger("trio_pdproxy.debt")
 
@@ -216,6 +216,9 @@ class Dispatch:
         assert self.prefill is not None and self.report.prefill is not None  # noqa: PT018
         leg = self.report.prefill
         leg.reused = connection.served > 0
+        if sent := send_at_once(connection, data):
+            self._prefill_is_out(leg)
+            return connection, sent
         with trio.move_on_after(self._settings.prefill_timeout):
             try:
                 try:
@@ -232,13 +235,16 @@ class Dispatch:
             except BaseException:
                 await self.prefill.connections.close(connection)  # noqa: ASYNC102  our caller knows only the first one
                 raise
-            leg.sent = trio.current_time()
-            self._prefill_deadline = leg.sent + self._settings.prefill_timeout
-            self._move(prefill=Prefill.PENDING)
+            self._prefill_is_out(leg)
             return connection, sent
         await self.prefill.connections.close(connection)
         self._prefill_failed(Prefill.LATE, "it did not take the request in time")
         return None, 0
+
+    def _prefill_is_out(self, leg: LegReport) -> None:
+        leg.sent = trio.current_time()
+        self._prefill_deadline = leg.sent + self._settings.prefill_timeout
+        self._move(prefill=Prefill.PENDING)
 
     async def _send_decode(self, connection: Connection, data: memoryview) -> None:
         """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
@@ -246,12 +252,17 @@ class Dispatch:
         leg.reused = connection.served > 0
         self.decode_leg = DecodeLeg(connection, leg, several=self.plan.several)
         self._move(decode=Decode.WAITING)
+        if sent := send_at_once(connection, data):
+            leg.sent = trio.current_time()
+            if sent == len(data):
+                return
         outcome: Decode | None = Decode.BROKEN
         why = "it did not take the request in time"
         with trio.move_on_after(self._settings.first_byte_timeout):
             try:
-                sent = await send_first(connection, data)
-                leg.sent = trio.current_time()
+                if not sent:
+                    sent = await send_first(connection, data)
+                    leg.sent = trio.current_time()
                 outcome = await send_or_hear(connection, data[sent:], self.decode_leg.speak)
             except BrokenError as error:
                 why = str(error)
@@ -385,9 +396,8 @@ class Dispatch:
         if self._leaving:
             return
         self._leaving = True
-        if self.decode_leg is not None:
-            with trio.CancelScope(shield=True):
-                await self.decode.connections.give_back(self.decode_leg.connection)
+        if self.decode_leg is not None and not self.decode.connections.keep(self.decode_leg.connection):
+            await self.decode.connections.close(self.decode_leg.connection)
         # No checkpoint from here on: the back ends either before this and leaves the rest to us, or after it.
         self._left = True
         if self._back_runs:
@@ -506,8 +516,8 @@ class Dispatch:
         except (BrokenError, RefusedError) as error:
             self._prefill_failed(Prefill.FAILED, str(error))
         finally:
-            with trio.CancelScope(shield=True):
-                await self.prefill.connections.give_back(connection)
+            if not self.prefill.connections.keep(connection):
+                await self.prefill.connections.close(connection)  # noqa: ASYNC102  shielded inside, waits for nobody
 
     async def _converse(self, connection: Connection, leg: LegReport, data: memoryview) -> Answer:
         body = Body(connection, leg)

@@ -199,7 +199,7 @@ class _Exchange:
         block, leg.opening = leg.opening, b""
         broken: str | None = None
         # Moving a deadline costs more than an event does: it is moved now and then, and by so much more.
-        slack = settings.idle_timeout / 8
+        slack = settings.idle_timeout / 64
         moved = -inf
         with self.pool.streaming(dispatch), trio.CancelScope() as scope:
             while block:

@@ -28,15 +28,28 @@ class Direct:
     """One client connection, for whoever frames what it sends on it. `send` is the server's own, past which nothing
     else is sent meanwhile: it takes bytes and raises nothing where the client has gone."""
 
-    __slots__ = ("_held", "_lock", "_send", "_socket")
+    __slots__ = ("_held", "_lock", "_send", "_socket", "_stream", "lost", "on_lost")
 
     def __init__(
         self, stream: trio.abc.Stream, lock: trio.Lock, send: Callable[[bytes | memoryview], Awaitable[None]]
     ) -> None:
+        self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._lock = lock
         self._send = send
         self._held: list[bytes] | None = None
+        self.lost = False
+        """The client's end is there: it has left, or does not take what is sent."""
+        self.on_lost: Callable[[], None] | None = None
+        """Called once when that happens; whoever sets it takes it away again."""
+
+    def lose(self) -> None:
+        """For the server: see `lost`."""
+        self.lost = True
+        if self.on_lost is not None:
+            self.on_lost()
+
+    # -- sending ---------------------------------------------------------------------------------
 
     @property
     def holding(self) -> bool:
@@ -71,6 +84,21 @@ class Direct:
 
     async def send(self, data: bytes | memoryview) -> None:
         await self._send(data)
+
+    # -- receiving, for the server ---------------------------------------------------------------
+
+    async def receive_some(self, size: int) -> bytes:
+        """As the stream's own, in fewer steps where it is a plain socket. Always a checkpoint."""
+        if self._socket is None:
+            return bytes(await self._stream.receive_some(size))
+        while True:
+            await trio.lowlevel.wait_readable(self._socket)
+            try:
+                return os.read(self._socket.fileno(), size)
+            except BlockingIOError:
+                continue
+            except OSError as error:
+                raise trio.BrokenResourceError(str(error)) from error
 
 
 def chunk(data: bytes) -> bytes:
