@@ -83,7 +83,10 @@ class Dispatch:
         self._lapsed = False
         self._reasons: dict[str, str] = {}
         """What each leg's last failure was, in words."""
-        self._moved = trio.Event()
+        self._verdict: Verdict | None = None
+        """On the facts as they are; None where they have changed since."""
+        self._moved: trio.Event | None = None
+        """Set at the next change of a fact, where somebody waits for it."""
         self._waiting: trio.CancelScope | None = None
         # On trio's clock: when prefill's answer is late, and when it came.
         self._prefill_deadline = inf
@@ -101,15 +104,17 @@ class Dispatch:
 
     @property
     def verdict(self) -> Verdict:
-        return decide(
-            Facts(
-                prefill=self._prefill,
-                decode=self._decode,
-                rescued=self._rescued,
-                lapsed=self._lapsed,
-                several=self.plan.several,
+        if self._verdict is None:
+            self._verdict = decide(
+                Facts(
+                    prefill=self._prefill,
+                    decode=self._decode,
+                    rescued=self._rescued,
+                    lapsed=self._lapsed,
+                    several=self.plan.several,
+                )
             )
-        )
+        return self._verdict
 
     @property
     def outcomes(self) -> tuple[Prefill, Decode]:
@@ -129,10 +134,17 @@ class Dispatch:
             self._reasons["decode" if prefill is None else "prefill"] = reason
             # One order, whichever came first: the client may be told.
             self.report.reason = "; ".join(self._reasons[leg] for leg in ("prefill", "decode") if leg in self._reasons)
-        self._moved.set()
-        self._moved = trio.Event()
+        self._verdict = None
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
         if self._waiting is not None:
             self._waiting.cancel("a fact has changed")
+
+    async def _a_move(self) -> None:
+        if self._moved is None:
+            self._moved = trio.Event()
+        await self._moved.wait()
 
     # -- the front: onto the wire ----------------------------------------------------------------
 
@@ -293,7 +305,7 @@ class Dispatch:
         while True:
             verdict = self.verdict
             if verdict.debt is Debt.RESCUE and self._lapsed:
-                self._rescued = True
+                self._rescued, self._verdict = True, None
                 self._back_runs = True
                 legs.start_soon(self._rescue_lapsed)
             elif verdict.step is not Step.WAIT:
@@ -318,7 +330,7 @@ class Dispatch:
         elif now >= late and self._prefill is Prefill.PENDING:  # else it came in the same instant
             self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
         elif now >= lapse:
-            self._lapsed = True
+            self._lapsed, self._verdict = True, None
 
     def _deadlines(self) -> tuple[float, float, float]:
         """When the decode engine has been silent for too long, prefill's answer is late, its lease has lapsed."""
@@ -349,7 +361,7 @@ class Dispatch:
         if self._decode in (Decode.FAILED, Decode.BROKEN) and self._prefill is Prefill.PENDING:
             with trio.move_on_after(TIE):
                 while self._prefill is Prefill.PENDING:
-                    await self._moved.wait()
+                    await self._a_move()
         elif self._decode is Decode.WAITING and self._prefill is Prefill.FOREIGN:
             # Whom the prefill engine does not know, the decode engine may not either, and says so.
             assert self.decode_leg is not None
@@ -532,7 +544,7 @@ class Dispatch:
                 self._transfer_params = transfer_params_in(answer.body)
             else:
                 self._prefill_answered = trio.current_time()
-            self._lapsed = False
+            self._lapsed, self._verdict = False, None
             self._move(prefill=Prefill.OK)
             return
         self.prefill_answer = answer
@@ -573,12 +585,12 @@ class Dispatch:
         before = self._decode
         with trio.move_on_after(seconds):
             while self._decode is before:
-                await self._moved.wait()
+                await self._a_move()
 
     async def _rescue(self, why: str) -> None:
         """Send the prefill leg again: same ids, same prompt, same n, same engine. Any 200 makes the push happen."""
         assert self.prefill is not None
-        self._rescued = True
+        self._rescued, self._verdict = True, None
         self.report.rescue = why
         self._move(prefill=Prefill.PENDING)
         try:

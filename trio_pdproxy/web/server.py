@@ -90,7 +90,8 @@ class ContainedServer(TCPServer):
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):
-            if not self.direct.keeps(event.data):
+            # The end of a body whose length was declared is nothing.
+            if event.data and not self.direct.keeps(event.data):
                 await self._send(event.data)
         elif isinstance(event, Updated):
             if event.idle and not self._read_to_the_end:
