@@ -252,6 +252,8 @@ class Connection:
         if self._socket is None or self._stream is not self._plain:
             return await self._stream.receive_some(READ_SIZE)
         while True:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("it was closed here")
             await trio.lowlevel.wait_readable(self._socket)
             try:
                 return os.read(self._socket.fileno(), READ_SIZE)

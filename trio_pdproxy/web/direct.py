@@ -92,6 +92,8 @@ class Direct:
         if self._socket is None:
             return bytes(await self._stream.receive_some(size))
         while True:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("this end has closed it")
             await trio.lowlevel.wait_readable(self._socket)
             try:
                 return os.read(self._socket.fileno(), size)

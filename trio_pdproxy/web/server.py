@@ -117,7 +117,7 @@ class ContainedServer(TCPServer):
             except trio.TooSlowError:
                 with trio.CancelScope(shield=True):
                     await trio.aclose_forcefully(self.stream)
-        await self._gone()
+        # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
         self._reading.cancel("the client is gone")
 
     # -- for the idle timer ----------------------------------------------------------------------
