@@ -5,8 +5,8 @@ answered with 200 and its headers at once, and with the first event once its pre
 process, on one clock, so that the gap between the arrivals of two legs is known exactly. What the project's simulator
 (`trio_pdproxy.sim`) knows of scheduling, blocks and faults is left out: it would be the bottleneck here.
 
-The first line of standard output is JSON: the ports. `GET /bench/stats` (either port) tells and forgets what was seen;
-`GET /bench/busy` tells what is going on now.
+The first line of standard output is JSON: the ports. `GET /bench/stats` (either port) tells and forgets what was seen,
+`GET /bench/busy` tells what is going on now, `GET /bench/finish` ends the streams that go on until they are told.
 """
 
 from __future__ import annotations
@@ -72,6 +72,10 @@ class Pair:
         self.legs = {"prefill": 0, "decode": 0}
         self.busy = {"prefill": 0, "decode": 0}
         self.connections = {"prefill": 0, "decode": 0}
+        self.events = 0
+        """Of streams without a fixed count."""
+        self.finished = 0
+        """How often such streams were told to finish."""
 
     def transfer(self, name: str) -> Transfer:
         return self.transfers.setdefault(name, Transfer())
@@ -82,8 +86,9 @@ class Pair:
             self.transfers.pop(name, None)
 
     def stats(self) -> dict[str, object]:
-        seen: dict[str, object] = {"gaps": self.gaps, "legs": dict(self.legs)}
+        seen: dict[str, object] = {"gaps": self.gaps, "legs": dict(self.legs), "events": self.events}
         self.gaps = []
+        self.events = 0
         self.legs = {"prefill": 0, "decode": 0}
         return seen
 
@@ -105,6 +110,7 @@ class Leg:
         self.params = params
         self.sent = 0
         self.begun = 0.0
+        self.finished = self.pair.finished
         self.timer: asyncio.TimerHandle | None = None
         self.over = False
         self.pair.legs[self.role] += 1
@@ -184,7 +190,9 @@ class Leg:
 
     def next_event(self) -> None:
         self.sent += 1
-        if self.sent >= self.ask.count:
+        if not self.ask.count:
+            self.pair.events += 1
+        if self.sent >= self.ask.count if self.ask.count else self.finished != self.pair.finished:
             self.engine.write(words.event_chunk(self.ask.tag) + words.end_chunks())
             self.finish()
             return
@@ -294,6 +302,8 @@ class EngineProtocol(asyncio.Protocol):
             said = self.pair.stats()
         elif path == b"/bench/busy":
             said = self.pair.doing()
+        elif path == b"/bench/finish":
+            self.pair.finished += 1
         elif path not in (b"/health", b"/ping"):
             status, said = b"404 Not Found", {"error": "no such page"}
         body = json.dumps(said).encode()

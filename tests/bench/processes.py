@@ -11,7 +11,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -83,18 +83,15 @@ class Started:
         text = self.log.read_text(errors="replace") if self.log.exists() else ""
         return "\n".join(text.splitlines()[-8:])
 
-    def stop(self, grace: float = 5.0) -> None:
-        """End the whole group: asked, then told."""
-        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 5.0)):
+    def stop(self, grace: float = 2.0) -> None:
+        """End the whole group: asked, then told. Nothing that matters is in it any more."""
+        for number, seconds in ((signal.SIGTERM, grace), (signal.SIGKILL, 60.0)):
             try:
                 os.killpg(self.process.pid, number)
             except ProcessLookupError:
-                break
-            try:
+                return
+            with suppress(subprocess.TimeoutExpired):
                 self.process.wait(seconds)
-            except subprocess.TimeoutExpired:
-                continue
-        self.process.wait(5.0)
 
 
 def spent(before: Mapping[int, float], after: Mapping[int, float]) -> float:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tests.bench.figures import Figures, Results
-from tests.bench.loads import FRESH, LOADS, Lab, Outcome, warm
+from tests.bench.loads import FRESH, LOADS, Lab, Outcome, quiet, warm
 from tests.bench.loop import run as run_loop
 from tests.bench.peers import BASELINE, DIRECT, FALLBACK, NGINX, OURS, ROUTER, TWO, Engines, Peer, SkippedError, start
 from tests.bench.processes import ROOT, Cores, pinned
@@ -150,6 +150,7 @@ async def _one(lab: Lab, peer: Peer, load: str, n: int) -> Outcome:
         gc.enable()
         if fresh is not None and fresh.started is not None:
             fresh.started.stop()
+        await quiet(lab)
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from functools import lru_cache
 
 MODEL = "bench"
 MARK = b"bench"
+ENDLESS = 1_000_000
 DONE = b"data: [DONE]\n\n"
 TRANSFER_KEY = b',"kv_transfer_params":'
 
@@ -35,8 +36,9 @@ _WHOLE = (
 class Ask:
     """How one request is to be answered.
 
-    `count` events, one every `every` milliseconds (0: all at once); the first as soon as the KV is there. The prefill
-    engine takes `prefill` milliseconds. `pad` bytes make the prompt longer.
+    `count` events, one every `every` milliseconds (0: all at once); the first as soon as the KV is there. A `count` of
+    0: until the engines are told to finish. The prefill engine takes `prefill` milliseconds. `pad` bytes make the
+    prompt longer.
     """
 
     tag: int
@@ -49,13 +51,22 @@ class Ask:
     def body(self) -> bytes:
         """The client's request body."""
         prompt = f"{MARK.decode()} {self.tag:08x} {self.count} {self.every} {self.prefill} {'x' * self.pad}"
-        body = {"model": MODEL, "prompt": prompt, "max_tokens": self.count, "stream": self.stream}
+        body = {"model": MODEL, "prompt": prompt, "max_tokens": self.count or ENDLESS, "stream": self.stream}
         return json.dumps(body, separators=(",", ":")).encode()
 
     def answer(self) -> bytes:
         """The body a client has to get (of a non-stream answer: how it has to begin)."""
         tag = b"%08x" % self.tag
         return _events(self.count).replace(_TAG, tag) + DONE if self.stream else _WHOLE.replace(_TAG, tag)
+
+    def is_right(self, body: bytes) -> bool:
+        """Whether this is the answer. Of one without a fixed count, whole events and the end."""
+        if not self.stream:
+            return body.startswith(self.answer())
+        if self.count:
+            return body == self.answer()
+        events = (len(body) - len(DONE)) // len(_EVENT)
+        return events > 0 and body == (_EVENT * events).replace(_TAG, b"%08x" % self.tag) + DONE
 
 
 def read_prompt(prompt: bytes, *, count: int, stream: bool) -> Ask:
