@@ -96,6 +96,8 @@ class Dispatch:
         self._left = False
         self._back_runs = False
         self._back_scope: trio.CancelScope | None = None
+        self._back_deadline = inf
+        """When the back has to be over, once nothing is owed any more."""
         self._nothing_owed = False
         self._owed = False
         self._holds_prefill = prefill is not None
@@ -420,13 +422,11 @@ class Dispatch:
     def _bound_back(self, debt: Debt, why: str) -> None:
         """How much longer the back may take, now that nobody waits for it."""
         now = trio.current_time()
-        if debt is Debt.NONE:
+        if debt in (Debt.NONE, Debt.PAID):
+            # Of a paid one only the answer is left: it gets a moment, for the connection's sake.
             self._nothing_owed = True
-            self._limit_back(now)
-        elif debt is Debt.PAID:
-            # What is left of the prefill leg is its answer. It gets a moment, for the connection's sake.
-            self._nothing_owed = True
-            self._limit_back(now + self._settings.drain_grace)
+            self._back_deadline = now + (self._settings.drain_grace if debt is Debt.PAID else 0)
+            self._limit_back(self._back_deadline)
         else:
             self._owed = True
             self.decode.debts += 1
@@ -434,7 +434,7 @@ class Dispatch:
             self._limit_back(now + self._settings.settle_timeout)
 
     def _limit_back(self, deadline: float) -> None:
-        if self._back_scope is not None:
+        if self._back_scope is not None:  # else it has not come to its first step yet
             self._back_scope.deadline = min(self._back_scope.deadline, deadline)
 
     def _finish(self) -> None:
@@ -501,9 +501,8 @@ class Dispatch:
         """One prefill leg within `seconds`, or what `leave` makes of them."""
         if self._left:
             seconds = min(seconds, self._settings.settle_timeout)
-        with trio.CancelScope(deadline=trio.current_time() + seconds) as self._back_scope:
-            if self._nothing_owed:
-                self._back_scope.cancel("nothing is owed")
+        deadline = min(trio.current_time() + seconds, self._back_deadline)
+        with trio.CancelScope(deadline=deadline) as self._back_scope:
             await self._prefill_leg(connection, rest, request)
         if self._back_scope.cancelled_caught and not self._nothing_owed:
             self._prefill_failed(Prefill.FAILED, "it never answered")

@@ -213,6 +213,7 @@ class _Exchange:
                     now, moved = trio.current_time(), -inf
                 if now >= moved + slack:
                     moved = now
+                    dispatch.decode.heard = now
                     scope.deadline = min(now + settings.idle_timeout + slack, self.deadline)
                 try:
                     block = await leg.more()
