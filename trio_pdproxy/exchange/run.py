@@ -234,17 +234,26 @@ class _Exchange:
         api = self.plan.api
         last = b""
         broken: str | None = None
+        # Moving a deadline costs more than an event does: it is moved now and then, and by so much more.
+        slack = settings.idle_timeout / 64
+        moved = -inf
         with self.pool.streaming(dispatch), trio.CancelScope() as scope:
             while block:
                 now = trio.current_time()
-                dispatch.blocked_since = now
-                scope.deadline = now + settings.write_timeout
                 if api.mark in block:
                     block = await self._shown(block, dispatch)
                 last = block
-                await self._write(block)
-                dispatch.blocked_since = None
-                scope.deadline = min(trio.current_time() + settings.idle_timeout, self.deadline)
+                self._count(now)
+                if not self.sink.write_now(block):
+                    dispatch.blocked_since = now
+                    scope.deadline = now + settings.write_timeout
+                    await self.sink.flush()
+                    dispatch.blocked_since = None
+                    now, moved = trio.current_time(), -inf
+                if now >= moved + slack:
+                    moved = now
+                    dispatch.decode.heard = now
+                    scope.deadline = min(now + settings.idle_timeout + slack, self.deadline)
                 try:
                     block = await leg.more()
                 except BrokenError as error:
@@ -278,10 +287,10 @@ class _Exchange:
         if b'"usage":{' in block:
             await dispatch.hear_prefill()
         for event in sse.events(block):
-            self._count(event, dispatch)
+            self._note_tokens(event, dispatch)
         return shown_block(self.plan.api, block, dispatch.prefill_said.cache)
 
-    def _count(self, answer: bytes, dispatch: Dispatch) -> None:
+    def _note_tokens(self, answer: bytes, dispatch: Dispatch) -> None:
         prompt, generated = tokens_in(self.plan.api, answer)
         said = dispatch.prefill_said
         self.report.prompt_tokens = prompt if said.prompt_tokens is None else said.prompt_tokens
@@ -300,7 +309,7 @@ class _Exchange:
         answer = leg.answer
         if not self.plan.api.alone:
             await dispatch.hear_prefill()
-            self._count(answer.body, dispatch)
+            self._note_tokens(answer.body, dispatch)
         shown = shown_answer(answer.body, dispatch.prefill_said.cache)
         await self._answer(Answer(answer.status, answer.headers, shown), "ok")
 
@@ -341,10 +350,13 @@ class _Exchange:
         await self.sink.start(status, [*headers, (b"x-request-id", self.report.request_id.encode())])
 
     async def _write(self, block: bytes) -> None:
+        self._count(trio.current_time())
         await self.sink.write(block)
+
+    def _count(self, now: float) -> None:
         self.report.events += 1
         if self.report.first_byte is None:
-            self.report.first_byte = trio.current_time()
+            self.report.first_byte = now
 
     async def _finish(self, dispatch: Dispatch) -> None:
         """The clean end, at once: whatever is left of the prefill leg, the client does not wait for it."""
