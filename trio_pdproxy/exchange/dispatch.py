@@ -405,7 +405,7 @@ class Dispatch:
     async def hear_prefill(self) -> None:
         """Let the prefill engine's answer come, which tells how much of the prompt was cached. Its push has come, so it
         is there or about to be; what comes at the same instant must not depend on which is read first."""
-        if self._prefill is not Prefill.PENDING:
+        if self._prefill is Prefill.OK:
             return
         with trio.move_on_after(TIE):
             while self._prefill is Prefill.PENDING and self._back_runs:
