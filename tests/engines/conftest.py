@@ -14,7 +14,7 @@ import pytest
 import trio
 from outcome import Outcome, capture
 
-from trio_pdproxy.launch.pair import RunningEngine, open_vllm
+from trio_pdproxy.launch import SupervisedEngine, open_vllm
 
 from . import hand
 
@@ -113,7 +113,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.get_closest_marker("kills") is not None)
 
 
-def _view(running: RunningEngine) -> Engine:
+def _view(running: SupervisedEngine) -> Engine:
     return Engine(running.name, running.url, running.side_channel, running.log_path)
 
 

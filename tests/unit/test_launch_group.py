@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import trio
 
-from trio_pdproxy.launch.group import ProcessGroup, group_members, open_group
+from trio_pdproxy.launch.group import ProcessGroup, open_group
+from trio_pdproxy.launch.guard import group_members
 
 ENV = dict(os.environ)
 
