@@ -111,9 +111,10 @@ class _Launch:
         """Everything, until it ends. Returns the exit code."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self._watch_signals, nursery.cancel_scope)
-            with trio.CancelScope() as starting:
-                nursery.start_soon(self._cancel_at_stop, starting)
+            async with trio.open_nursery() as serving:
+                serving.start_soon(self._cancel_at_stop, serving.cancel_scope)
                 await self._prepare_and_serve()
+                serving.cancel_scope.cancel("done")
             nursery.cancel_scope.cancel("done")
         if self.killed_by:
             return 128 + self.killed_by

@@ -32,13 +32,14 @@ class ProcessGroup:
     def __init__(self, process: trio.Process, grace: float) -> None:
         self.pid = process.pid
         """The group's id too, and the guard's, not the command's own."""
+        self.grace = grace
+        """Seconds from SIGTERM to SIGKILL."""
         self._process = process
-        self._grace = grace
         # A pidfd of our own: the leader must stay unreaped while its group may still be signalled,
         # for only so the number cannot be anybody else's. (trio's returncode property reaps.)
         self._pidfd = os.pidfd_open(process.pid)
         self._returncode: int | None = None
-        self._shared_memory: set[str] = set()
+        self._shared_memory: set[int] = set()
 
     async def wait_exit(self) -> None:
         """Return when the command has ended. Any number of tasks may wait."""
@@ -58,6 +59,8 @@ class ProcessGroup:
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
+        """SIGKILL the whole group."""
+        self.note_shared_memory()
         self.signal(signal.SIGKILL)
 
     def note_shared_memory(self) -> None:
@@ -65,7 +68,7 @@ class ProcessGroup:
 
         Called now and then: what only a process that has crashed by then had mapped cannot be found at the end.
         """
-        if self._returncode is None:
+        if self._pidfd >= 0:
             self._shared_memory |= shared_memory_of(group_members(self.pid))
 
     async def stop(self) -> int:
@@ -75,14 +78,13 @@ class ProcessGroup:
         """
         self.note_shared_memory()
         self.signal(signal.SIGTERM)
-        with trio.move_on_after(self._grace, shield=True):
+        with trio.move_on_after(self.grace, shield=True):
             await self.wait_exit()
         return await self.finish()
 
     async def finish(self) -> int:
         """Kill what is left of the group, reap the leader, return its exit code (negative: its signal)."""
         if self._returncode is None:
-            self.note_shared_memory()
             self.kill()
             with trio.move_on_after(KILL_SECONDS, shield=True):
                 await self.wait_exit()

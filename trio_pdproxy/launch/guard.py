@@ -23,7 +23,7 @@ import signal
 import sys
 from typing import NoReturn
 
-SHARED_MEMORY = "/dev/shm/"
+SHARED_MEMORY = b"/dev/shm/"
 
 # The whole group gets these; the command decides when to end, and the guard ends after it.
 PASSED_BY = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
@@ -71,30 +71,33 @@ def group_members(pgid: int) -> list[int]:
     return members
 
 
-def shared_memory_of(pids: list[int]) -> set[str]:
-    """The files in /dev/shm that these processes have mapped."""
+def shared_memory_of(pids: list[int]) -> set[int]:
+    """The files in /dev/shm that these processes have mapped, by inode: of a named semaphore the mapping knows only
+    the temporary name it was made under."""
     found = set()
     for pid in pids:
         try:
-            lines = _read(f"/proc/{pid}/maps").decode(errors="replace").splitlines()
+            lines = _read(f"/proc/{pid}/maps").splitlines()
         except OSError:  # gone meanwhile, or another user's
             continue
-        # address permissions offset device inode path (which may hold spaces)
-        columns = (line.split(None, 5) for line in lines)
-        found |= {column[5] for column in columns if len(column) == 6 and column[5].startswith(SHARED_MEMORY)}
-    # What is unlinked already reads "/dev/shm/name (deleted)".
-    return {path for path in found if not path.endswith(" (deleted)")}
+        for line in lines:
+            # address permissions offset device inode path (which may hold spaces)
+            columns = line.split(None, 5)
+            if len(columns) == 6 and columns[5].startswith(SHARED_MEMORY):
+                found.add(int(columns[4]))
+    return found
 
 
-def unlink_shared_memory(paths: set[str], dying: list[int]) -> None:
+def unlink_shared_memory(inodes: set[int], dying: list[int]) -> None:
     """Remove those of these files that are ours and that no process but the `dying` ones has mapped."""
-    if not paths:
+    if not inodes:
         return
     others = [int(entry) for entry in os.listdir("/proc") if entry.isdigit() and int(entry) not in dying]
-    for path in paths - shared_memory_of(others):
+    left = inodes - shared_memory_of(others)
+    for entry in os.scandir(SHARED_MEMORY):
         try:
-            if os.stat(path).st_uid == os.getuid():
-                os.unlink(path)
+            if entry.inode() in left and entry.stat(follow_symlinks=False).st_uid == os.getuid():
+                os.unlink(entry.path)
         except OSError:  # its owner was quicker
             pass
 

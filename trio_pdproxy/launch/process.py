@@ -26,6 +26,8 @@ from .program import require_program
 from .ready import probe_health
 
 POLL_SECONDS = 0.25
+START_GRACE = 2.0
+"""Until SIGKILL for an engine that is stopped while it starts: vLLM does not listen then, and has nothing in hand."""
 NOTE_SECONDS = 2.0
 """Between two looks at what a starting engine has in /dev/shm."""
 
@@ -97,7 +99,9 @@ class EngineProcess:
         open_it = partial(open_group, env=self.env, log_path=self.log_path, nice=self.nice, grace=self.stop_grace)
         try:
             async with open_it(self.argv) as self.group:
+                self.group.grace = min(self.stop_grace, START_GRACE)
                 await self._become_ready(self.group)
+                self.group.grace = self.stop_grace
                 self.ready_after = trio.current_time() - begun
                 if on_ready is not None:
                     on_ready()

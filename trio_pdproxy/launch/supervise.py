@@ -11,14 +11,13 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from functools import partial
 from pathlib import Path
 
 import trio
 
 from trio_pdproxy.config import Role
 
-from .errors import EngineExitedError, LaunchError
+from .errors import LaunchError
 from .plan import EngineCommand
 from .process import EngineProcess
 from .script import Restart
@@ -137,11 +136,20 @@ class SupervisedEngine:
         Raises what its first start fails with (see `EngineProcess.run`). Afterwards it raises nothing: how it ends is
         told, and it is restarted or given up.
         """
+        started = False
+
+        def ready() -> None:
+            nonlocal started
+            self._enter(State.READY)
+            if not started:
+                started = True
+                task_status.started()
+
         try:
-            first = True
             while True:
-                error = await self._run_once(task_status if first else trio.TASK_STATUS_IGNORED, first)
-                first = False
+                error = await self._run_once(ready)
+                if not started:
+                    raise error
                 await self._wait_for_the_next(error)
         finally:
             if self.state is not State.GIVEN_UP:
@@ -163,27 +171,20 @@ class SupervisedEngine:
         while self.state in (State.STARTING, State.READY):
             await self._news.wait()
 
-    async def _run_once(self, task_status: trio.TaskStatus[None], first: bool) -> LaunchError:
+    async def _run_once(self, ready: Callable[[], None]) -> LaunchError:
         """One process from its start to its end by itself, and why it ended."""
         self.process = self._make()
         self._again = trio.Event()
         self.starts += 1
         self._enter(State.STARTING)
         try:
-            await self.process.run(on_ready=partial(self._ready, task_status))
+            await self.process.run(on_ready=ready)
         except LaunchError as error:
-            if first and not isinstance(error, EngineExitedError):
-                self.error = error
-                raise
+            self.error = error
             return error
         raise AssertionError("a process does not end quietly")
 
-    def _ready(self, task_status: trio.TaskStatus[None]) -> None:
-        self._enter(State.READY)
-        task_status.started()
-
     async def _wait_for_the_next(self, error: LaunchError) -> None:
-        self.error = error
         delay: float | None = 0.0
         if self._asked:
             self._asked = False
