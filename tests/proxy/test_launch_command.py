@@ -265,6 +265,21 @@ def test_the_library_example_serves_with_its_own_policy(tmp_path: Path) -> None:
     assert {"d0", "d1"} <= set(re.findall(r"-> (d[01]):", done.stdout))
 
 
+def test_the_program_in_the_documentation_serves(tmp_path: Path) -> None:
+    text = (EXAMPLES.parent / "docs" / "launch.md").read_text()
+    (program,) = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    script = write(tmp_path)
+    program = program.replace("examples/sim-2p2d.yaml", str(script))
+    asked = "trio.move_on_after(30):\n                while app.missing():\n                    await trio.sleep(0.05)"
+    program = program.replace("await trio.sleep_forever()", f"with {asked}\n            print(app.missing())")
+    # The block it stands in would wait for keep_told for ever.
+    program = program.replace("print(app.missing())", "print(app.missing())\n            nursery.cancel_scope.cancel()")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=SECONDS)
+    assert done.returncode == 0, done.stderr
+    assert "\n[]\n" in done.stdout
+    assert re.search(r"^http://127\.0\.0\.1:\d+$", done.stdout, re.MULTILINE)
+
+
 def test_the_systemd_unit_starts_a_script_that_exists(tmp_path: Path) -> None:
     unit = EXAMPLES / "trio-pdproxy.service"
     (command,) = re.findall(r"^ExecStart=(.+)$", unit.read_text(), re.MULTILINE)

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import trio
-from rich.console import Console
+from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
+from rich.text import Text
 
 from trio_pdproxy.launch import EngineEvent, LaunchPlan, State
 from trio_pdproxy.launch.diagnose import doing
@@ -75,16 +76,19 @@ class Board:
         self.plain = False
         clock = trio.lowlevel.current_clock()  # rich draws from a thread of its own
 
-        def table() -> Table:
-            return self.table(clock.current_time())
+        def drawn() -> Group:
+            return Group(self.table(clock.current_time()), *([Text(self.note, style="dim")] if self.note else ()))
 
-        with Live(get_renderable=table, console=self.console, refresh_per_second=4):
-            yield
+        with Live(get_renderable=drawn, console=self.console, refresh_per_second=4):
+            try:
+                yield
+            finally:
+                self.note = ""
         self.plain = True
 
     def table(self, now: float) -> Table:
         """The table as of `now`."""
-        table = Table(box=None, pad_edge=False, caption=self.note or None, caption_justify="left")
+        table = Table(box=None, pad_edge=False)
         for title in ("engine", "state", "seconds", "busy with", "url"):
             table.add_column(title, justify="right" if title == "seconds" else "left", no_wrap=title != "busy with")
         for command in self.plan.engines:
