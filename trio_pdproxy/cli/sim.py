@@ -65,6 +65,7 @@ def sim(
         itl=itl_ms / 1000,
         mode=mode,
         keep_alive=keep_alive,
+        remember=100,
     )
     fabric: Transport = HttpTransport() if kv_over_http else Fabric()
     engines: list[SimEngine] = []
