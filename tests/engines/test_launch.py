@@ -58,8 +58,11 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
         say(f"ready after {trio.current_time() - begun:.1f} s: {run.out.splitlines()[0]}")
         text = await ask(run, "a prompt to be remembered")
         assert text
+        # A machine that is busy with other things makes requests queue, which check may mention.
         code, found, _ = await check(*specs(run))
-        assert (code, found["findings"]) == (0, [])
+        assert code == 0, found
+        assert {finding["code"] for finding in found["findings"]} <= {"lease_too_short"}
+        assert [engine["mode"] for engine in found["engines"]] == ["push", None]
 
         # The API server of the prefill engine alone: its EngineCore and worker would live on, and hold its ports.
         old, other = run.groups["p0"], run.groups["d0"]
@@ -70,7 +73,7 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
         await until(lambda: group_members(old) == [], 20)
         say(f"the killed engine's group was gone after {trio.current_time() - begun:.1f} s")
         with trio.fail_after(READY):
-            while await ask(run, "a prompt to be remembered") != text:
+            while await ask(run, "a prompt to be remembered") != text:  # noqa: ASYNC110
                 await trio.sleep(0.5)
         say(f"and the same answer was served again after {trio.current_time() - begun:.1f} s")
         assert run.groups["d0"] == other

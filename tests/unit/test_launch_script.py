@@ -127,12 +127,19 @@ def test_the_kv_transfer_config_of_the_script_is_laid_over_ours() -> None:
 
 
 def test_flags_become_words_and_a_role_wins() -> None:
-    flags = {"max_model_len": 100, "--enforce-eager": True, "enable-prefix-caching": False, "dtype": None}
+    flags = {
+        "max_model_len": 100,
+        "--enforce-eager": True,
+        "compilation_config.cudagraph_mode": "NONE",
+        "enable-prefix-caching": False,
+        "dtype": None,
+    }
     lists = {"override": {"a": 1}, "middleware": ["x", "y"]}
     p, d = (engine.argv() for engine in cuda(flags=flags | lists, decode={"flags": {"max-model-len": 7}}).engines)
     assert option(p, "--max-model-len") == "100"
     assert option(d, "--max-model-len") == "7"
     assert "--enforce-eager" in p
+    assert option(p, "--compilation-config.cudagraph_mode") == "NONE"
     assert "--no-enable-prefix-caching" in p
     assert "--dtype" not in p
     assert option(p, "--override") == '{"a":1}'

@@ -21,6 +21,8 @@ BETWEEN_SAMPLES = 1.0
 """Seconds between two looks at an engine's load: what is held at both is not in passing."""
 IDLE_MARGIN = 0.5
 PROBE_TIMEOUT = 30.0
+ANSWER_TIMEOUT = 10.0
+"""More patient than the proxy's own probes: one that is slow is not yet one that is wrong."""
 
 
 class Told(msgspec.Struct, frozen=True):
@@ -96,7 +98,7 @@ class _Models(msgspec.Struct):
 
 async def gather(settings: Settings, *, side_channel: SideChannel | None = None) -> list[EngineFacts]:
     """Ask every engine of `settings`, all at once; takes about as long as the proxy keeps idle connections (3 s)."""
-    asked = side_channel or ZmqSideChannel(settings.health_timeout)
+    asked = side_channel or ZmqSideChannel(max(settings.health_timeout, 5.0))
     facts = [
         EngineFacts(role, spec)
         for role in ROLES
@@ -111,7 +113,7 @@ async def gather(settings: Settings, *, side_channel: SideChannel | None = None)
 async def _ask(facts: EngineFacts, settings: Settings, side_channel: SideChannel) -> None:
     engine = Engine(facts.role, facts.spec, settings)
     try:
-        facts.health = (await engine.call("GET", "/health")).status_code
+        facts.health = (await engine.call("GET", "/health", within=ANSWER_TIMEOUT)).status_code
     except EngineError as error:
         facts.unreachable = str(error).partition(": ")[2] or str(error)
         return
@@ -130,12 +132,12 @@ async def _ask(facts: EngineFacts, settings: Settings, side_channel: SideChannel
 
 async def _ask_about(facts: EngineFacts, engine: Engine) -> None:
     try:
-        version = await engine.call("GET", "/version")
+        version = await engine.call("GET", "/version", within=ANSWER_TIMEOUT)
         facts.version = msgspec.json.decode(version.content, type=_Version).version
     except (EngineError, msgspec.DecodeError):
         pass
     try:
-        models = await engine.call("GET", "/v1/models")
+        models = await engine.call("GET", "/v1/models", within=ANSWER_TIMEOUT)
         facts.models_status = models.status_code
         first = msgspec.json.decode(models.content, type=_Models).data[0]
         facts.model, facts.max_model_len = first.id, first.max_model_len
@@ -173,13 +175,15 @@ async def _hold_idle(facts: EngineFacts) -> None:
     if facts.spec.tls:
         return
     host, port = facts.spec.address
-    with trio.move_on_after(10):
+    answered = False
+    with trio.move_on_after(ANSWER_TIMEOUT + KEEPALIVE + IDLE_MARGIN):
         try:
             async with await trio.open_tcp_stream(host, port) as stream:
                 await stream.send_all(b"GET /health HTTP/1.1\r\nHost: check\r\n\r\n")
                 head = await stream.receive_some(65536)
                 if not head:
                     return
+                answered = True
                 with trio.move_on_after(KEEPALIVE + IDLE_MARGIN):
                     while await stream.receive_some(65536):  # the rest of the answer, should it come in pieces
                         pass
@@ -187,7 +191,7 @@ async def _hold_idle(facts: EngineFacts) -> None:
                     return
                 facts.closes_early = False
         except (OSError, trio.BrokenResourceError):
-            facts.closes_early = True
+            facts.closes_early = True if answered else None
 
 
 async def _sample(facts: EngineFacts, engine: Engine) -> None:
@@ -195,7 +199,7 @@ async def _sample(facts: EngineFacts, engine: Engine) -> None:
         if number:
             await trio.sleep(BETWEEN_SAMPLES)
         try:
-            answer = await engine.call("GET", "/metrics")
+            answer = await engine.call("GET", "/metrics", within=ANSWER_TIMEOUT)
         except EngineError:
             continue
         if answer.status_code == 200 and (load := read_load(answer.text)) is not None:

@@ -75,8 +75,13 @@ class EngineSet:
         return self.plan.settings
 
     def on_event(self, tell: Tell) -> None:
-        """Have `tell` called, in the engine's own task, with everything that happens to an engine from now on."""
+        """Have `tell` called, in the engine's own task, with everything that happens to an engine from now on. It must
+        not block, and not raise."""
         self._tells.append(tell)
+
+    def off_event(self, tell: Tell) -> None:
+        """Have it called no more."""
+        self._tells.remove(tell)
 
     def named(self, name: str) -> SupervisedEngine:
         for engine in self.all:
@@ -104,7 +109,7 @@ class EngineSet:
             self.failure = self.failure or event.error
             if not left and not self.plan.external[event.role]:
                 self.failed.set()
-        for tell in self._tells:
+        for tell in list(self._tells):
             tell(event)
 
 

@@ -220,6 +220,9 @@ def json_schema() -> dict[str, Any]:
     settings["required"] = []
     settings["description"] = schema["properties"]["proxy"]["description"]
     schema["properties"]["proxy"] = {"anyOf": [settings, {"const": False}]}
+    restart = schema["properties"]["restart"]
+    words = {"enum": ["never", "always"], "description": restart.get("description", "")}
+    schema["properties"]["restart"] = {"anyOf": [restart, words]}
     # An engine is mostly written as text.
     engine = schema["$defs"]["EngineSpec"]
     schema["$defs"]["EngineSpec"] = {"anyOf": [engine, {"type": "string"}]}

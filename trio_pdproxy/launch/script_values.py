@@ -15,11 +15,13 @@ from pydantic import AfterValidator, BeforeValidator, WithJsonSchema
 
 from trio_pdproxy.config import values as v
 
-_FLAG = re.compile(r"[a-z0-9][a-z0-9-]*")
+_FLAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9-]*(\.[A-Za-z0-9_.-]+)?")
 
 
 def flag_name(name: str) -> str:
-    return name.strip().removeprefix("--").replace("_", "-")
+    """vLLM reads max_model_len and max-model-len alike; what follows a dot (compilation-config.mode) is a JSON name."""
+    option, dot, inner = name.strip().removeprefix("--").partition(".")
+    return option.replace("_", "-") + dot + inner
 
 
 def flags(value: object) -> object:

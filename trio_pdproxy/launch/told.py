@@ -30,12 +30,15 @@ async def keep_told(engines: EngineSet, pool: Pool) -> None:
         send.send_nowait(event)
 
     engines.on_event(pass_on)
-    async with trio.open_nursery() as nursery:
-        async for event in receive:
-            if event.state is State.READY:
-                _welcome(pool, engines.named(event.name).command)
-            elif event.state is State.GIVEN_UP and _known(pool, event.name):
-                nursery.start_soon(_remove, pool, event.name)
+    try:
+        async with trio.open_nursery() as nursery:
+            async for event in receive:
+                if event.state is State.READY:
+                    _welcome(pool, engines.named(event.name).command)
+                elif event.state is State.GIVEN_UP and _known(pool, event.name):
+                    nursery.start_soon(_remove, pool, event.name)
+    finally:
+        engines.off_event(pass_on)
 
 
 def _known(pool: Pool, name: str) -> list[Engine]:
