@@ -54,8 +54,8 @@ class Launched:
         # Listed by the thread that forked; trio forks in worker threads.
         threads = Path(f"/proc/{self.process.pid}/task").glob("*/children")
         for pid in " ".join(path.read_text() for path in threads).split():
-            words = Path(f"/proc/{pid}/cmdline").read_bytes().decode().split("\0")
-            found["p0" if "--prefill-port" in words else "d0"] = int(pid)
+            words = Path(f"/proc/{pid}/cmdline").read_text()
+            found["p0" if "--prefill-port" in words or "kv_producer" in words else "d0"] = int(pid)
         return found
 
     async def ready(self, seconds: float = SECONDS) -> None:
