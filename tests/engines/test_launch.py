@@ -12,7 +12,7 @@ import trio
 import yaml
 
 from trio_pdproxy.engines.transport import open_client
-from trio_pdproxy.launch.guard import group_members
+from trio_pdproxy.launch.guard import group_members, shared_memory_of
 from trio_pdproxy.launch.ports import is_free
 from trio_pdproxy.testing import until
 
@@ -51,7 +51,6 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
         with capsys.disabled():
             print(f"\nlaunch: {words}")
 
-    shared = set(os.listdir("/dev/shm"))
     begun = trio.current_time()
     async with launched(tmp_path, example(tmp_path)) as run:
         await run.ready(READY)
@@ -66,6 +65,8 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
 
         # The API server of the prefill engine alone: its EngineCore and worker would live on, and hold its ports.
         old, other = run.groups["p0"], run.groups["d0"]
+        shared = shared_memory(run)
+        assert shared
         children = Path(f"/proc/{old}/task/{old}/children").read_text().split()
         assert len(group_members(old)) > 2
         begun = trio.current_time()
@@ -81,27 +82,27 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
         assert len(ids) == 2
 
         groups, ports = list(run.groups.values()), run.ports
+        shared |= shared_memory(run)
         begun = trio.current_time()
         run.process.send_signal(signal.SIGINT)
         assert await run.wait() == 0
         say(f"ended {trio.current_time() - begun:.1f} s after SIGINT")
     assert all(group_members(group) == [] for group in groups)
     assert all(is_free("127.0.0.1", port) for port in ports)
-    assert_nothing_shared_is_left(shared)
+    assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
 
 
 @pytest.mark.slow
 async def test_nothing_outlives_a_launcher_that_is_sigkilled(tmp_path: Path) -> None:
-    shared = set(os.listdir("/dev/shm"))
     async with launched(tmp_path, example(tmp_path)) as run:
         await run.ready(READY)
-        groups, ports = list(run.groups.values()), run.ports
+        groups, ports, shared = list(run.groups.values()), run.ports, shared_memory(run)
         assert all(len(group_members(group)) > 2 for group in groups)
         run.process.kill()
         await run.wait()
         await until(lambda: all(group_members(group) == [] for group in groups), 5)
         assert all(is_free("127.0.0.1", port) for port in ports)
-    assert_nothing_shared_is_left(shared)
+    assert not shared & {entry.inode() for entry in os.scandir("/dev/shm")}
 
 
 @pytest.mark.slow
@@ -124,5 +125,6 @@ def specs(run: Launched) -> list[str]:
     return [word for role, name, url, side in lines for word in (f"--{role}", f"{url};side_channel={side};name={name}")]
 
 
-def assert_nothing_shared_is_left(before: set[str]) -> None:
-    assert set(os.listdir("/dev/shm")) <= before
+def shared_memory(run: Launched) -> set[int]:
+    """The files in /dev/shm that the engines have mapped now."""
+    return shared_memory_of([pid for group in run.groups.values() for pid in group_members(group)])

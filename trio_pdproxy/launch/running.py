@@ -7,6 +7,7 @@ async with open_engines(script) as engines:
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
@@ -231,6 +232,7 @@ def open_vllm(
 ) -> AbstractAsyncContextManager[EngineSet]:
     """`open_engines` for real vLLM on this machine's CPU with the test model, on free ports: for tests and the demo.
 
+    `log_dir` gets one NAME.log per engine; by default a new temporary folder that is kept.
     `dp_size` is each P's (a D has one rank). Nothing is restarted by itself: an engine that ends, ends the block with
     EngineExitedError, unless `exit_ok`; then it stays down until `EngineSet.restart`.
     """
@@ -245,7 +247,7 @@ def open_vllm(
             "restart": "never",
             "flags": dict(flags or {}),
             "env": dict(env or {}),
-            "logs": log_dir,
+            "logs": log_dir or Path(tempfile.mkdtemp(prefix="pdproxy-engines-")),
             "prefill": {"count": prefill, "flags": ranks, **free},
             "decode": {"count": decode, **free},
             "proxy": False,
