@@ -18,7 +18,7 @@ from trio_pdproxy.testing import until
 
 from ..proxy.launched import EXAMPLES, Launched, check, launched
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)
 
 READY = 400
 """Seconds, on a machine that does other things as well; 25 to 40 where it does not."""
@@ -44,6 +44,7 @@ async def ask(run: Launched, prompt: str) -> str | None:
         return answer.json()["choices"][0]["text"] if answer.status_code == 200 else None
 
 
+@pytest.mark.engines
 async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
