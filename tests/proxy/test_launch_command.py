@@ -169,6 +169,25 @@ async def test_an_engine_that_is_sigkilled_comes_back_and_traffic_recovers(tmp_p
         assert last.startswith("trio-pdproxy launch: what failed first: engine p0 ended")
 
 
+async def test_a_decode_engine_that_holds_stranded_blocks_is_restarted_while_another_serves(tmp_path: Path) -> None:
+    slow = FREE | {"flags": {"prefill-ms": 1500}}
+    script = write(tmp_path, prefill=slow, decode=FREE | {"count": 2}, restart={"delay": 0.2, "stranded": 1})
+    async with launched(tmp_path, script) as run, trio.open_nursery() as nursery:
+        await run.ready()
+        nursery.start_soon(run.ask)
+        await trio.sleep(0.7)  # both legs are out, and the prefill is not done
+        os.killpg(run.groups["p0"], signal.SIGKILL)
+        await until(lambda: "holds what nothing frees: it is restarted" in run.err, SECONDS)
+        (name,) = re.findall(r"decode engine (d[01]) holds what nothing frees", run.err)
+        await until(
+            lambda: re.search(rf"engine {name} is usable: engine id", run.err.partition("nothing frees")[2]), 60
+        )
+        async with open_client(run.url, timeout=10) as client:
+            engines = (await client.get("/status")).json()["engines"]
+        assert [engine["stranded"] for engine in engines if engine["name"] == name] == [0]
+        assert len(set(re.findall(r"engine id (\S+)", (tmp_path / "logs" / f"{name}.log").read_text()))) == 2
+
+
 async def test_a_second_signal_ends_everything_at_once(tmp_path: Path) -> None:
     # A request that takes long keeps the first signal waiting.
     slow = FREE | {"flags": {"itl-ms": 1000}}

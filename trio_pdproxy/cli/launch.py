@@ -182,7 +182,7 @@ class _Launch:
     @asynccontextmanager
     async def _proxy(self, plan: LaunchPlan, board: Any) -> AsyncIterator[str | None]:
         """The proxy, ready to serve, if the script wants one; told about its engines for as long as it serves."""
-        from trio_pdproxy.launch import keep_told
+        from trio_pdproxy.launch import keep_told, restart_stranded
         from trio_pdproxy.serve import serving
         from trio_pdproxy.web.app import create_app
 
@@ -194,6 +194,8 @@ class _Launch:
         board.say("the engines are ready; the proxy waits for the first transfer of each pair")
         async with serving(app, plan.settings) as url, trio.open_nursery() as nursery:
             nursery.start_soon(keep_told, self.engines, app.pool)
+            if plan.restart.stranded:
+                nursery.start_soon(restart_stranded, self.engines, app.pool, plan.restart.stranded)
             await self._until_ready(app, plan)
             self.app = app
             yield url
@@ -250,7 +252,7 @@ def _log_event(event: EngineEvent) -> None:
     if isinstance(event.error, EngineError):
         why += f": {event.error.cause}" if event.error.cause else ""
         why += f" (log: {event.error.log_path})"
-    if event.state is State.BACKING_OFF:
+    if event.state is State.BACKING_OFF and event.error is not None:
         log.warning("%s; restarted in %.1f s", why, event.delay)
     elif event.state is State.GIVEN_UP:
         log.error("%s; it is given up", why)

@@ -26,7 +26,7 @@ from .progress import Progress, Step
 from .running import EngineSet, open_engines, open_vllm, prepare, run_plan
 from .script import Restart, RoleEngines, Script, load_script
 from .supervise import EngineEvent, State, SupervisedEngine
-from .told import keep_told
+from .told import keep_told, restart_stranded
 
 __all__ = [
     "EngineCommand",
@@ -58,5 +58,6 @@ __all__ = [
     "open_engines",
     "open_vllm",
     "prepare",
+    "restart_stranded",
     "run_plan",
 ]

@@ -51,6 +51,11 @@ class Restart(BaseModel):
     delay: Annotated[v.Seconds, Field(ge=0)] = Field(
         default=1.0, description="Before the first restart; twice as long before each further one within `within`."
     )
+    stranded: Annotated[v.Count, Field(ge=0)] = Field(
+        default=0,
+        description="Requests whose KV a decode engine may hold for good (their push can never come, see the metric "
+        "stranded_total) before it is taken out of use, restarted and taken back, while another one serves. 0: never.",
+    )
     max_delay: Annotated[v.Seconds, Field(ge=0)] = Field(default=60.0, description="The longest delay.")
 
 

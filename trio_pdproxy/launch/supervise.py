@@ -185,11 +185,11 @@ class SupervisedEngine:
         raise AssertionError("a process does not end quietly")
 
     async def _wait_for_the_next(self, error: LaunchError) -> None:
-        delay: float | None = 0.0
-        if self._asked:
+        if self._asked:  # to be restarted: it did not fail
             self._asked = False
-        else:
-            delay = self._backoff.next(trio.current_time())
+            self._enter(State.BACKING_OFF)
+            return
+        delay = self._backoff.next(trio.current_time())
         if delay is None:
             self._enter(State.GIVEN_UP, error)
             await self._again.wait()

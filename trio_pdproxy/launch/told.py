@@ -6,6 +6,7 @@ new engine id, which the pool learns before anybody is sent there.
 
 from __future__ import annotations
 
+import logging
 from contextlib import suppress
 
 import trio
@@ -13,9 +14,14 @@ import trio
 from trio_pdproxy.engines.engine import Engine
 from trio_pdproxy.engines.pool import Pool
 
+from .errors import LaunchError
 from .plan import EngineCommand
 from .running import EngineSet
 from .supervise import EngineEvent, State
+
+log = logging.getLogger("trio_pdproxy.launch")
+
+LOOK_SECONDS = 1.0
 
 
 async def keep_told(engines: EngineSet, pool: Pool) -> None:
@@ -39,6 +45,22 @@ async def keep_told(engines: EngineSet, pool: Pool) -> None:
                     nursery.start_soon(_remove, pool, event.name)
     finally:
         engines.off_event(pass_on)
+
+
+async def restart_stranded(engines: EngineSet, pool: Pool, least: int) -> None:
+    """Restart decode engines that hold the KV of `least` stranded requests or more, until cancelled: nothing else frees
+    it. One at a time, once it has finished what it has, and only while another decode engine is usable. `keep_told`
+    must be running: it takes the engine back."""
+    ours = {engine.name for engine in engines.decode}
+    while True:
+        await trio.sleep(LOOK_SECONDS)
+        for engine in list(pool.decode):
+            another = any(other.usable for other in pool.decode if other is not engine)
+            if engine.name in ours and engine.stranded >= least and engine.usable and another:
+                log.warning("decode engine %s holds what nothing frees: it is restarted", engine.name)
+                await _remove(pool, engine.name)
+                with suppress(LaunchError):  # what becomes of it then is the restart policy's
+                    await engines.restart(engine.name)
 
 
 def _known(pool: Pool, name: str) -> list[Engine]:
