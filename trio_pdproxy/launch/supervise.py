@@ -164,6 +164,8 @@ class SupervisedEngine:
         while not (self.starts > starts and self.state is State.READY):
             if self.starts > starts and self.state in (State.GIVEN_UP, State.BACKING_OFF) and self.error is not None:
                 raise self.error
+            if self.state is State.STOPPED:
+                raise LaunchError(f"engine {self.name} is not restarted: its set is being stopped")
             await self._news.wait()
 
     async def wait_down(self) -> None:
