@@ -107,6 +107,24 @@ def _read(path: str) -> bytes:
         return file.readall()
 
 
+def _end_group() -> None:
+    """Kill the group, the guard with it; a child outside of it lives long enough to remove what they leave."""
+    group = os.getpid()
+    try:
+        dying = group_members(group)
+        left = shared_memory_of(dying)
+        if left:
+            child = os.fork()
+            if child == 0:
+                os.setsid()
+                os.killpg(group, signal.SIGKILL)
+                unlink_shared_memory(left, dying)
+                os._exit(0)
+            os.waitpid(child, 0)  # comes back only if the child failed
+    finally:
+        os.killpg(0, signal.SIGKILL)
+
+
 def main(argv: list[str]) -> NoReturn:
     watch, nice, command = int(argv[0]), int(argv[1]), argv[2:]
     if os.getpgrp() != os.getpid():
@@ -123,12 +141,7 @@ def main(argv: list[str]) -> NoReturn:
     poll.register(exited, select.POLLIN)
     ready = {fd for fd, _ in poll.poll()}
     if watch in ready:
-        try:
-            # Before the kill, which is the guard's end too. Who has a file mapped keeps it until then.
-            dying = group_members(os.getpid())
-            unlink_shared_memory(shared_memory_of(dying), dying)
-        finally:
-            os.killpg(0, signal.SIGKILL)
+        _end_group()
     _end_as(os.waitpid(child, 0)[1])
 
 
