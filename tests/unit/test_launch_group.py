@@ -36,7 +36,7 @@ def family(*, first: str = "", grandchild: str = "pass", leader: str = "60") -> 
 
 
 async def until(wanted: Callable[[], bool]) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(30):  # a start on a machine that does other things, too
         while True:
             if wanted():
                 return
