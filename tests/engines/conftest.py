@@ -14,7 +14,7 @@ import pytest
 import trio
 from outcome import Outcome, capture
 
-from trio_pdproxy.launch.pair import RunningEngine, open_vllm
+from trio_pdproxy.launch import SupervisedEngine, open_vllm
 
 from . import hand
 
@@ -108,12 +108,17 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What ends an engine comes last, whatever order the rest was shuffled into: it starts the engines anew, and a
-    test that fails half-way leaves none to the others."""
-    items.sort(key=lambda item: item.get_closest_marker("kills") is not None)
+    """What brings engines of its own comes before the pair is started, or four would share this machine's cores. What
+    ends an engine comes last, whatever order the rest was shuffled into: it starts the engines anew, and a test that
+    fails half-way leaves none to the others."""
+
+    def place(item: pytest.Item) -> tuple[bool, bool]:
+        return item.get_closest_marker("kills") is not None, "vllm_pair" in getattr(item, "fixturenames", ())
+
+    items.sort(key=place)
 
 
-def _view(running: RunningEngine) -> Engine:
+def _view(running: SupervisedEngine) -> Engine:
     return Engine(running.name, running.url, running.side_channel, running.log_path)
 
 

@@ -12,7 +12,7 @@ import trio
 
 from trio_pdproxy.config import Settings
 from trio_pdproxy.engines.transport import open_client
-from trio_pdproxy.launch.pair import RunningSet, open_vllm
+from trio_pdproxy.launch import EngineSet, open_vllm
 from trio_pdproxy.serve import serving
 from trio_pdproxy.testing import until
 from trio_pdproxy.web.app import ProxyApp, create_app
@@ -106,7 +106,7 @@ async def test_two_and_two_serve_through_a_kill_a_restart_and_a_drain(
             assert not wrong
 
 
-async def _kill_and_restart(app: ProxyApp, load: Load, engines: RunningSet, say: Callable[[str], None]) -> None:
+async def _kill_and_restart(app: ProxyApp, load: Load, engines: EngineSet, say: Callable[[str], None]) -> None:
     load.slowest = 0.0
     old = app.pool.prefill[0].coordinates
     async with trio.open_nursery() as nursery:

@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from multiprocessing import shared_memory
 from pathlib import Path
 
 import pytest
 import trio
 
-from trio_pdproxy.launch.group import ProcessGroup, group_members, open_group
+from trio_pdproxy.launch.group import ProcessGroup, open_group
+from trio_pdproxy.launch.guard import group_members
 
 ENV = dict(os.environ)
 
@@ -34,7 +36,7 @@ def family(*, first: str = "", grandchild: str = "pass", leader: str = "60") -> 
 
 
 async def until(wanted: Callable[[], bool]) -> None:
-    with trio.fail_after(10):
+    with trio.fail_after(30):  # a start on a machine that does other things, too
         while True:
             if wanted():
                 return
@@ -158,6 +160,45 @@ async def test_cancelling_at_any_moment_leaves_no_process(tmp_path: Path) -> Non
                 await trio.sleep_forever()
     assert seen
     assert all(group_members(group.pid) == [] for group in seen)
+
+
+# Leaves a segment and a semaphore in /dev/shm as vLLM's queues do, and one that somebody else uses as well.
+SHARES = """
+import multiprocessing, os, sys, time
+from multiprocessing import shared_memory
+mine = shared_memory.SharedMemory(create=True, size=4096)
+theirs = shared_memory.SharedMemory(name=sys.argv[1])
+lock = multiprocessing.get_context("spawn").Lock()
+print(mine.name, lock._semlock.name.strip("/"), flush=True)
+time.sleep(60)
+"""
+
+
+@pytest.mark.parametrize("launcher_dies", [False, True])
+async def test_killed_processes_leave_nothing_in_shared_memory(tmp_path: Path, launcher_dies: bool) -> None:
+    log = tmp_path / "log"
+    theirs = shared_memory.SharedMemory(create=True, size=4096)
+    try:
+        command = [sys.executable, "-c", SHARES, theirs.name]
+        if launcher_dies:
+            script = LAUNCHER.replace('[sys.executable, "-S", "-c", sys.argv[2]]', "sys.argv[2:]")
+            launcher = await trio.lowlevel.open_process([sys.executable, "-c", script, str(log), *command])
+            try:
+                await until(lambda: says(log, "\n"))
+            finally:
+                launcher.kill()
+                with trio.move_on_after(10, shield=True):
+                    await launcher.wait()
+        else:
+            async with open_group(command, env=ENV, log_path=log) as group:
+                await until(lambda: says(log, "\n"))
+                group.kill()
+        name, semaphore = log.read_text().split()[:2]
+        await until(lambda: not Path("/dev/shm", name).exists() and not Path("/dev/shm", f"sem.{semaphore}").exists())
+        assert Path("/dev/shm", theirs.name).exists()
+    finally:
+        theirs.close()
+        theirs.unlink()
 
 
 LAUNCHER = """

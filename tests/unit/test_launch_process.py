@@ -13,9 +13,9 @@ import pytest
 import trio
 
 from trio_pdproxy.launch import process as process_module
-from trio_pdproxy.launch.errors import EngineExitedError, EngineStartError, PortInUseError
-from trio_pdproxy.launch.group import group_members
-from trio_pdproxy.launch.ports import choose_ports
+from trio_pdproxy.launch.errors import EngineExitedError, EngineStartError, MissingProgramError, PortInUseError
+from trio_pdproxy.launch.guard import group_members
+from trio_pdproxy.launch.ports import choose_run
 from trio_pdproxy.launch.process import EngineProcess
 
 FAKE = """
@@ -38,7 +38,7 @@ def _poll_quickly(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def engine(tmp_path: Path, script: str = FAKE, **options: Any) -> EngineProcess:
-    (port,) = choose_ports(1)
+    port = choose_run(1, "127.0.0.1", set())
     argv = [sys.executable, "-c", script, str(port)]
     settings: dict[str, Any] = {
         "env": dict(os.environ),
@@ -113,22 +113,33 @@ async def test_an_engine_that_dies_while_serving_takes_its_nursery_down(tmp_path
 
 
 async def test_the_leaders_death_ends_the_rest_and_the_engine_can_be_started_again(tmp_path: Path) -> None:
-    p0 = engine(tmp_path, exit_ok=True)
+    p0 = engine(tmp_path)
+    with pytest.RaisesGroup(EngineExitedError):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(p0.run)
+            assert p0.group is not None
+            guard = p0.group.pid
+            with pytest.raises(RuntimeError, match="running already"):
+                await p0.run()
+            # The command is the guard's child; its own child would be an orphan holding the ports.
+            command = min(pid for pid in group_members(guard) if pid != guard)
+            os.kill(command, signal.SIGKILL)
+    assert group_members(guard) == []
+    assert p0.returncode == -signal.SIGKILL
     async with trio.open_nursery() as nursery:
         await nursery.start(p0.run)
-        assert p0.group is not None
-        guard = p0.group.pid
-        # The command is the guard's child; its own child would be an orphan holding the ports.
-        command = min(pid for pid in group_members(guard) if pid != guard)
-        os.kill(command, signal.SIGKILL)
-        with trio.fail_after(10):
-            await p0.wait_exited()
-        assert group_members(guard) == []
-        assert p0.returncode == -signal.SIGKILL
-        await nursery.start(p0.run)
-        with pytest.raises(RuntimeError, match="running already"):
-            await p0.run()
         nursery.cancel_scope.cancel()
+
+
+async def test_a_missing_program_is_told_before_anything_is_started(tmp_path: Path) -> None:
+    p0 = engine(tmp_path)
+    p0.argv = ("no-such-program", "serve")
+    with pytest.raises(MissingProgramError, match="no program no-such-program in PATH"):
+        await p0.run()
+    p0.argv = (str(tmp_path), "serve")
+    with pytest.raises(MissingProgramError, match="cannot be executed"):
+        await p0.run()
+    assert not p0.log_path.exists()
 
 
 async def test_a_taken_port_is_named_with_its_holder_and_nobody_is_touched(tmp_path: Path) -> None:

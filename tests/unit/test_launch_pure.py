@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,33 +18,28 @@ from trio_pdproxy.launch.environment import (
     write_stub,
 )
 from trio_pdproxy.launch.errors import PortInUseError
-from trio_pdproxy.launch.pair import choose_runs
-from trio_pdproxy.launch.ports import FIRST, LAST, choose_ports, is_free, require_free
+from trio_pdproxy.launch.ports import FIRST, LAST, choose_run, is_free, require_free
 from trio_pdproxy.launch.progress import Step
-from trio_pdproxy.launch.vllm import VllmEngine, kv_transfer_config, vllm_argv, vllm_env
-
-P0 = VllmEngine("p0", "prefill", Path("/m"), 8100, 5600, lease=12)
-D0 = VllmEngine("d0", "decode", Path("/m"), 8200, 5601, extra=("--dtype", "float32"))
 
 
-def test_chosen_ports_are_free_different_and_below_the_ephemeral_range() -> None:
-    ports = choose_ports(20)
-    assert len(set(ports)) == 20
-    assert all(FIRST <= port < LAST for port in ports)
-    require_free(("127.0.0.1", port) for port in ports)
-
-
-def test_runs_of_ports_are_free_and_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_of_ports_are_free_apart_and_below_the_ephemeral_range(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: set[int] = set()
     lengths = [1, 3, 1, 1, 2]
-    runs = [range(first, first + length) for first, length in zip(choose_runs(lengths), lengths, strict=True)]
+    runs = [range(first, first + length) for length in lengths for first in [choose_run(length, "127.0.0.1", taken)]]
     ports = [port for run in runs for port in run]
     assert len(set(ports)) == sum(lengths)
+    assert taken == set(ports)
     assert all(FIRST <= port < LAST for port in ports)
     require_free(("127.0.0.1", port) for port in ports)
-    monkeypatch.setattr("trio_pdproxy.launch.pair.is_free", lambda host, port: port % 4 != 0)
-    assert all(first % 4 == 1 for first in choose_runs([3] * 5))
+    monkeypatch.setattr("trio_pdproxy.launch.ports.is_free", lambda host, port: port % 4 != 0)
+    assert all(choose_run(3, "127.0.0.1", set()) % 4 == 1 for _ in range(5))
     with pytest.raises(PortInUseError, match="4 consecutive"):
-        choose_runs([1, 4])
+        choose_run(4, "127.0.0.1", set())
+
+
+def test_an_address_of_another_machine_is_no_port_in_use() -> None:
+    with pytest.raises(PortInUseError, match=r"^192\.0\.2\.1 is not an address of this machine$"):
+        require_free([("192.0.2.1", 8100)])
 
 
 def test_a_listening_port_is_not_free() -> None:
@@ -87,56 +80,31 @@ def test_the_tail_of_a_large_log_is_its_end(tmp_path: Path) -> None:
     assert diagnose.tail(path, 2) == ["line 49998", "line 49999"]
 
 
+def test_what_a_starting_engine_is_at_is_what_its_log_said_last(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    assert diagnose.doing(path) == ""
+    lines = [
+        ("INFO [api_utils.py:286] non-default args: {}", "configuration"),
+        ("INFO [core.py:133] Initializing a V1 LLM engine (v0.32.0) with config: model='m'", "workers"),
+        ("INFO [cpu_model_runner.py:68] Starting to load model /m...", "loading the model"),
+        ("Loading safetensors checkpoint shards:  25% Completed | 1/4 [00:00<00:00]", "loading weights, 25%"),
+        ("Loading safetensors checkpoint shards:  50% Completed | 2/4 [00:00<00:00]", "loading weights, 50%"),
+        ("INFO [kv_cache_utils.py:2327] CPU KV cache size: 524,288 tokens", "KV cache"),
+        ("INFO [base_worker.py:1416] Registering KV_Caches. use_mla: False", "NIXL"),
+        ("INFO [core.py:402] init engine (profile, create kv cache, warmup model) took 20.89 s", "HTTP server"),
+    ]
+    for line, words in lines:
+        with path.open("a") as log:
+            log.write(f"{line}\n")
+        assert words in diagnose.doing(path)
+    assert diagnose.doing(path, since=path.stat().st_size) == ""
+
+
 def test_exits_read_well() -> None:
     assert diagnose.describe_exit(None) == "still running"
     assert diagnose.describe_exit(3) == "exit code 3"
     assert diagnose.describe_exit(-signal.SIGKILL) == "signal SIGKILL"
     assert diagnose.describe_exit(-99) == "signal 99"
-
-
-def test_roles_differ_and_no_engine_id_is_ever_set() -> None:
-    p, d = kv_transfer_config(P0), kv_transfer_config(D0)
-    assert (p["kv_role"], d["kv_role"]) == ("kv_producer", "kv_consumer")
-    assert p["kv_connector"] == d["kv_connector"] == "NixlPushConnector"
-    assert p["kv_connector_extra_config"] == {"kv_lease_duration": 12}
-    assert "engine_id" not in p
-
-
-def test_pull_changes_the_connector_only() -> None:
-    for engine in (P0, D0):
-        push, pull = kv_transfer_config(engine), kv_transfer_config(replace(engine, mode="pull"))
-        assert pull == push | {"kv_connector": "NixlPullConnector"}
-
-
-def test_ranks_are_one_option_and_a_side_channel_each() -> None:
-    p = replace(P0, dp_size=2)
-    argv = vllm_argv(p, Path("/e/bin/python"))
-    assert argv[argv.index("--data-parallel-size") + 1] == "2"
-    assert "--data-parallel-size" not in vllm_argv(P0, Path("/e/bin/python"))
-    assert (p.side_channel, list(p.side_channel_ports)) == ("127.0.0.1:5600", [5600, 5601])
-    assert list(P0.side_channel_ports) == [5600]
-
-
-def test_both_roles_get_the_same_model_string_and_extra_options_come_last() -> None:
-    p, d = vllm_argv(P0, Path("/e/bin/python")), vllm_argv(D0, Path("/e/bin/python"))
-    assert p[:3] == ["/e/bin/python", "-m", "vllm.entrypoints.openai.api_server"]
-    assert p[p.index("--model") + 1] == d[d.index("--model") + 1] == "/m"
-    assert json.loads(p[p.index("--kv-transfer-config") + 1]) == kv_transfer_config(P0)
-    assert d[-2:] == ["--dtype", "float32"]
-    assert (P0.url, P0.side_channel) == ("http://127.0.0.1:8100", "127.0.0.1:5600")
-
-
-def test_the_environment_drops_the_launchers_python_and_lets_extra_win() -> None:
-    base = {"PATH": "/bin", "PYTHONPATH": "/mine", "PYTHONWARNINGS": "error", "UCX_TLS": "all"}
-    env = vllm_env(P0, base, gentle=Path("/gentle"), extra={"OMP_NUM_THREADS": "2"})
-    assert env["PATH"] == "/bin"
-    assert env["PYTHONPATH"] == "/gentle"
-    assert "PYTHONWARNINGS" not in env
-    assert env["UCX_TLS"] == "tcp,self"
-    assert env["OMP_NUM_THREADS"] == "2"
-    assert env["VLLM_NIXL_SIDE_CHANNEL_PORT"] == "5600"
-    assert int(env["VLLM_HTTP_TIMEOUT_KEEP_ALIVE"]) > 5
-    assert base["PYTHONPATH"] == "/mine"
 
 
 def test_every_requirement_is_pinned_exactly() -> None:

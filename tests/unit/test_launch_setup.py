@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import trio
 from click.testing import CliRunner
 
 from trio_pdproxy.cli.engines import engines
-from trio_pdproxy.launch import environment, model, pair
+from trio_pdproxy.launch import Script, State, environment, model, open_vllm, presets
 from trio_pdproxy.launch.cache import making, read_stamp, write_stamp
 from trio_pdproxy.launch.environment import EngineEnvironment, ensure_environment, find_environment
 from trio_pdproxy.launch.errors import EngineExitedError, EngineStartError, SetupError
@@ -169,22 +169,26 @@ http.server.HTTPServer(("127.0.0.1", int(sys.argv[1])), Health).serve_forever()
 """
 
 
+CHOOSE = "import json, sys; exec(json.loads(sys.argv[3]).get(sys.argv[2], sys.argv[4]))"
+
+
 @pytest.fixture
 def fake_vllm(home: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
     """Engines are scripts; the dict gives another script for an engine's name."""
     scripts: dict[str, str] = {}
 
-    def argv(engine: Any, _python: Path) -> list[str]:
-        return [sys.executable, "-c", scripts.get(engine.name, FAKE_ENGINE), str(engine.port)]
+    # The engine's interpreter: this Python, with a script for each engine instead of vLLM.
+    def command(_script: Script, role: str, _found: EngineEnvironment | None) -> list[str]:
+        return [sys.executable, "-c", CHOOSE, "${port}", "${name}", json.dumps(scripts).replace("$", "$$"), FAKE_ENGINE]
 
-    monkeypatch.setattr(pair, "vllm_argv", argv)
+    monkeypatch.setattr(presets, "command", command)
     monkeypatch.setattr("trio_pdproxy.launch.process.POLL_SECONDS", 0.02)
     return scripts
 
 
 async def test_open_vllm_yields_when_every_engine_is_ready(home: Path, fake_vllm: dict[str, str]) -> None:
     steps: list[Step] = []
-    async with pair.open_vllm(2, 1, log_dir=home / "logs", progress=steps.append) as running:
+    async with open_vllm(2, 1, log_dir=home / "logs", progress=steps.append) as running:
         assert [engine.name for engine in running.all] == ["p0", "p1", "d0"]
         assert len({engine.url for engine in running.all} | {engine.side_channel for engine in running.all}) == 6
         pids = [engine.process.group.pid for engine in running.all if engine.process.group is not None]
@@ -197,13 +201,13 @@ async def test_open_vllm_yields_when_every_engine_is_ready(home: Path, fake_vllm
 async def test_an_engine_that_fails_to_start_is_the_error_itself(home: Path, fake_vllm: dict[str, str]) -> None:
     fake_vllm["d0"] = "raise SystemExit(5)"
     with pytest.raises(EngineStartError, match="engine d0 ended before it was ready"):
-        async with pair.open_vllm(log_dir=home / "logs"):
+        async with open_vllm(log_dir=home / "logs"):
             pytest.fail("never ready")
 
 
 async def test_an_engine_that_dies_ends_the_block(home: Path, fake_vllm: dict[str, str]) -> None:
     async def serve_until_it_dies() -> None:
-        async with pair.open_vllm(log_dir=home / "logs") as running:
+        async with open_vllm(log_dir=home / "logs") as running:
             running.kill("p0")
             await trio.sleep_forever()
 
@@ -212,15 +216,19 @@ async def test_an_engine_that_dies_ends_the_block(home: Path, fake_vllm: dict[st
 
 
 async def test_an_engine_can_be_killed_and_restarted(home: Path, fake_vllm: dict[str, str]) -> None:
-    async with pair.open_vllm(log_dir=home / "logs", exit_ok=True) as running:
-        p0 = running.prefill[0].process
-        assert p0.group is not None
-        before = p0.group.pid
+    async with open_vllm(log_dir=home / "logs", exit_ok=True) as running:
+        p0 = running.prefill[0]
+        assert p0.process.group is not None
+        before = p0.process.group.pid
         running.kill("p0")
-        await p0.wait_exited()
+        with trio.fail_after(10):
+            await p0.wait_down()
+        assert p0.state is State.GIVEN_UP
         await running.restart("p0")
-        assert p0.group is not None
-        assert p0.group.pid != before
-        os.kill(p0.group.pid, 0)
+        assert p0.process.group is not None
+        assert p0.process.group.pid != before
+        os.kill(p0.process.group.pid, 0)
+        await running.restart("p0")  # also while it runs
+        assert p0.starts == 3
         with pytest.raises(KeyError, match="no engine 'x'"):
             running.kill("x")

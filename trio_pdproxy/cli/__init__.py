@@ -10,6 +10,8 @@ import click
 COMMANDS = {
     "serve": ("trio_pdproxy.cli.serve", "serve", "Serve the proxy."),
     "demo": ("trio_pdproxy.cli.demo", "demo", "Start one prefill and one decode engine and send a chat through."),
+    "launch": ("trio_pdproxy.cli.launch", "launch", "Start the engines of a script and the proxy in front."),
+    "check": ("trio_pdproxy.cli.check", "check", "Say what is wrong with engines, a configuration or a script."),
     "engines": ("trio_pdproxy.cli.engines", "engines", "Prepare real vLLM engines for this machine's CPU."),
     "sim": ("trio_pdproxy.cli.sim", "sim", "Run simulated engines."),
 }

@@ -98,7 +98,7 @@ async def _open_engines(which: str, console: Console) -> AsyncIterator[tuple[Eng
             yield _spec(cluster.prefill[0]), _spec(cluster.decode[0]), cluster.prefill[0].settings.model
         return
     from trio_pdproxy.cli.engines import shown
-    from trio_pdproxy.launch.pair import open_vllm
+    from trio_pdproxy.launch import open_vllm
 
     with ExitStack() as stack:
         progress = stack.enter_context(shown())

@@ -20,7 +20,7 @@ from trio_pdproxy.sim.core import Role
 @click.option("--decode-port", default=8200, show_default=True, help="Port of the first D; 0 picks any.")
 @click.option("--side-port", default=5600, show_default=True, help="First side-channel port; 0 picks any.")
 @click.option("--model", default="sim", show_default=True, help="The model's name.")
-@click.option("--api-key", default=None, help="Asked for on /v1/*.")
+@click.option("--api-key", default=None, envvar="VLLM_API_KEY", help="Asked for on /v1/*; also VLLM_API_KEY.")
 @click.option("--num-blocks", default=65536, show_default=True, type=click.IntRange(1), help="KV blocks.")
 @click.option("--lease", default=30.0, show_default=True, help="Seconds P keeps blocks for D.")
 @click.option("--prefill-ms", default=20.0, show_default=True, help="Milliseconds of a prefill.")
@@ -31,6 +31,7 @@ from trio_pdproxy.sim.core import Role
 @click.option(
     "--prefill-dp", default=1, show_default=True, type=click.IntRange(1), help="Data-parallel ranks of each P."
 )
+@click.option("--keep-alive", default=5.0, show_default=True, help="Seconds an idle connection is kept.")
 @click.option("--kv-over-http", is_flag=True, help="Pair with simulated engines of other processes, too.")
 def sim(
     *,
@@ -48,6 +49,7 @@ def sim(
     itl_ms: float,
     mode: Mode,
     prefill_dp: int,
+    keep_alive: float,
     kv_over_http: bool,
 ) -> None:
     """Run simulated engines and print their addresses, one line an engine.
@@ -62,6 +64,7 @@ def sim(
         prefill_base=prefill_ms / 1000,
         itl=itl_ms / 1000,
         mode=mode,
+        keep_alive=keep_alive,
         remember=100,
     )
     fabric: Transport = HttpTransport() if kv_over_http else Fabric()

@@ -31,12 +31,54 @@ RULES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
             r"|No available memory for the cache blocks|larger than the available KV cache memory)",
             "not enough memory (about 2.5 GB an engine, more for a real model)",
         ),
+        (
+            r"Free memory on device|is less than desired GPU memory utilization",
+            "another process holds memory of this GPU; give each engine devices of its own or lower"
+            " gpu-memory-utilization",
+        ),
+        (
+            r"No CUDA GPUs are available|Failed to infer device type|NVIDIA driver",
+            "no usable GPU is seen; check nvidia-smi and the script's `devices`, or use `preset: cpu`",
+        ),
+        (r"gated repo|401 Client Error|Access to model [^\n]+ is restricted", "the model is gated: set HF_TOKEN"),
         (r"No space left on device", "the disk is full"),
         (r"unrecognized arguments: ([^\n]+)", "this vLLM does not know the option {0}"),
         # vLLM's server then ends in order, with exit code 0.
         (r"EngineDeadError", "its EngineCore died; the first traceback in the log says of what"),
     )
 )
+
+
+# What a starting vLLM engine is at: the rule whose words come last in its log.
+PHASES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
+    (re.compile(pattern), words)
+    for pattern, words in (
+        (r"non-default args", "reading the model's configuration"),
+        (r"Initializing a V1 LLM engine", "starting its workers"),
+        (r"Starting to load model", "loading the model"),
+        (r"checkpoint shards:\s+(\d+%)", "loading weights, {0}"),
+        (r"Loading weights took", "setting up the model"),
+        (r"torch\.compile takes|Dynamo bytecode transform|Compiling a graph", "compiling"),
+        (r"KV cache size|Available KV cache memory", "setting up the KV cache"),
+        (r"Initializing NIXL w", "setting up NIXL"),
+        (r"Registering KV_Caches", "registering KV memory with NIXL"),
+        (r"Capturing CUDA graphs[^\n]*?(\d+%)", "capturing CUDA graphs, {0}"),
+        (r"Graph capturing finished", "warming up"),
+        (r"init engine \(profile", "starting its HTTP server"),
+        (r"Application startup complete", "its first answer"),
+    )
+)
+
+
+def doing(path: Path, *, since: int = 0) -> str:
+    """What an engine that starts is at, from its log: a few words, "" where they are not known."""
+    text = _end(path, since)
+    last, words = -1, ""
+    for pattern, sentence in PHASES:
+        for found in pattern.finditer(text):
+            if found.start() > last:
+                last, words = found.start(), sentence.format(*found.groups())
+    return words
 
 
 def tail(path: Path, lines: int = SHOWN_LINES, *, since: int = 0) -> list[str]:

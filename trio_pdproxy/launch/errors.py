@@ -17,6 +17,10 @@ class PortInUseError(LaunchError):
     """A port an engine needs is held by somebody else. Nothing was started and nobody was touched."""
 
 
+class MissingProgramError(LaunchError):
+    """The program of an engine's command is not there, or cannot be executed. Nothing was started."""
+
+
 class EngineError(LaunchError):
     """An engine process ended although nobody asked it to.
 
@@ -34,6 +38,8 @@ class EngineError(LaunchError):
         log_path: Path,
         tail: list[str],
     ) -> None:
+        self.what = what
+        """The first line: which engine, what happened."""
         self.name = name
         self.returncode = returncode
         self.cause = cause

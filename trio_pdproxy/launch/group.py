@@ -19,6 +19,8 @@ from typing import IO
 
 import trio
 
+from .guard import group_members, shared_memory_of, unlink_shared_memory
+
 GUARD = Path(__file__).with_name("guard.py")
 # After SIGKILL: time for the kernel to take down gigabytes of mappings, so that ports are free again.
 KILL_SECONDS = 5.0
@@ -30,12 +32,14 @@ class ProcessGroup:
     def __init__(self, process: trio.Process, grace: float) -> None:
         self.pid = process.pid
         """The group's id too, and the guard's, not the command's own."""
+        self.grace = grace
+        """Seconds from SIGTERM to SIGKILL."""
         self._process = process
-        self._grace = grace
         # A pidfd of our own: the leader must stay unreaped while its group may still be signalled,
         # for only so the number cannot be anybody else's. (trio's returncode property reaps.)
         self._pidfd = os.pidfd_open(process.pid)
         self._returncode: int | None = None
+        self._shared_memory: set[int] = set()
 
     async def wait_exit(self) -> None:
         """Return when the command has ended. Any number of tasks may wait."""
@@ -55,15 +59,26 @@ class ProcessGroup:
                 os.killpg(self.pid, number)
 
     def kill(self) -> None:
+        """SIGKILL the whole group."""
+        self.note_shared_memory()
         self.signal(signal.SIGKILL)
+
+    def note_shared_memory(self) -> None:
+        """Remember what the group has in /dev/shm, to remove what is left of it at the end.
+
+        Called now and then: what only a process that has crashed by then had mapped cannot be found at the end.
+        """
+        if self._pidfd >= 0:
+            self._shared_memory |= shared_memory_of(group_members(self.pid))
 
     async def stop(self) -> int:
         """SIGTERM, the grace period for the command to end, SIGKILL for what is left. Returns as `finish`.
 
         Bounded and shielded: it takes its time whoever is cancelled, but never more than grace + 5 s.
         """
+        self.note_shared_memory()
         self.signal(signal.SIGTERM)
-        with trio.move_on_after(self._grace, shield=True):
+        with trio.move_on_after(self.grace, shield=True):
             await self.wait_exit()
         return await self.finish()
 
@@ -80,6 +95,7 @@ class ProcessGroup:
                     if not group_members(self.pid):
                         break
                     await trio.sleep(0.02)
+            unlink_shared_memory(self._shared_memory, [])
         # Not reaped only where even SIGKILL did not end it (a task stuck in the kernel).
         return self._returncode if self._returncode is not None else -signal.SIGKILL
 
@@ -123,25 +139,6 @@ async def open_group(
         # Closing this end is the last word: should anything above have gone wrong, the guard now kills.
         os.close(alive)
         os.close(watch)
-
-
-def group_members(pgid: int) -> list[int]:
-    """The living processes of a group. Zombies hold nothing and are not counted: a container without an
-    init process never reaps them. But one whose other threads are still ending is alive: its ports are.
-    """
-    members = []
-    for entry in os.listdir("/proc"):
-        if not entry.isdigit():
-            continue
-        try:
-            # pid (command, which may hold anything) state ppid pgrp ...
-            state, _, group = Path("/proc", entry, "stat").read_bytes().rpartition(b")")[2].split()[:3]
-            dead = state in (b"Z", b"X") and len(os.listdir(f"/proc/{entry}/task")) <= 1
-        except OSError:
-            continue
-        if int(group) == pgid and not dead:
-            members.append(int(entry))
-    return members
 
 
 def _append(path: Path) -> IO[bytes]:

@@ -5,6 +5,7 @@ Everything here only looks. A port that is taken is the user's to free: nothing 
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -24,13 +25,29 @@ LISTEN = "0A"  # /proc/net/tcp's code for a listening socket
 
 def require_free(addresses: Iterable[Address]) -> None:
     """Raise one `PortInUseError` that names every taken address and, where /proc tells, its holder."""
-    taken = [(host, port) for host, port in addresses if not is_free(host, port)]
-    if taken:
-        raise PortInUseError("; ".join(f"port {port} on {host} is in use{_by(port)}" for host, port in taken))
+    problems = [problem for host, port in addresses if (problem := _problem(host, port)) is not None]
+    if problems:
+        raise PortInUseError("; ".join(problems))
 
 
 def is_free(host: str, port: int) -> bool:
     """Whether a server could listen there now. An address that is not ours counts as not free."""
+    return _try(host, port) is None
+
+
+def _problem(host: str, port: int) -> str | None:
+    error = _try(host, port)
+    if error is None:
+        return None
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"{host} is not an address of this machine"
+    if error.errno == errno.EACCES:
+        return f"this user may not listen on port {port} of {host}"
+    return f"port {port} on {host} is in use{_by(port)}"
+
+
+def _try(host: str, port: int) -> OSError | None:
+    """What listening there now fails with."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_STREAM) as probe:
         # As servers do: connections of an earlier run in TIME_WAIT are no obstacle.
@@ -38,20 +55,20 @@ def is_free(host: str, port: int) -> bool:
         try:
             probe.bind((host, port))
             probe.listen(1)
-        except OSError:
-            return False
-    return True
+        except OSError as error:
+            return error
+    return None
 
 
-def choose_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """`count` different free ports, at random so that two launchers rarely meet."""
-    chosen: list[int] = []
-    for port in random.sample(range(FIRST, LAST), LAST - FIRST):
-        if len(chosen) == count:
-            return chosen
-        if is_free(host, port):
-            chosen.append(port)
-    raise PortInUseError(f"fewer than {count} free ports between {FIRST} and {LAST} on {host}")
+def choose_run(length: int, host: str, taken: set[int]) -> int:
+    """The first of so many consecutive free ports, at random so that two launchers rarely meet; noted in `taken`."""
+    starts = range(FIRST, LAST - length + 1)
+    for first in random.sample(starts, len(starts)):
+        run = range(first, first + length)
+        if taken.isdisjoint(run) and all(is_free(host, port) for port in run):
+            taken.update(run)
+            return first
+    raise PortInUseError(f"no {length} consecutive free ports between {FIRST} and {LAST} on {host}")
 
 
 def holders(port: int) -> list[tuple[int, str]]:

@@ -7,7 +7,7 @@
         nursery.cancel_scope.cancel()         # nothing of the engine is left when the block ends
 
 An engine that ends by itself raises out of `run`, so it takes its nursery down with it: whoever started
-the set decides what that means. `exit_ok=True` is for those who kill engines on purpose.
+it decides what that means (see `supervise.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,14 @@ from . import diagnose
 from .errors import EngineExitedError, EngineStartError
 from .group import ProcessGroup, open_group
 from .ports import Address, require_free
+from .program import require_program
 from .ready import probe_health
 
 POLL_SECONDS = 0.25
+START_GRACE = 2.0
+"""Until SIGKILL for an engine that is stopped while it starts: vLLM does not listen then, and has nothing in hand."""
+NOTE_SECONDS = 2.0
+"""Between two looks at what a starting engine has in /dev/shm."""
 
 Probe = Callable[[str], Awaitable[bool]]
 
@@ -38,7 +43,6 @@ class EngineProcess:
     ports -- addresses it will listen on, checked before the start
     nice -- added to the niceness (0 to 19)
     ready_timeout, stop_grace -- seconds
-    exit_ok -- an exit after readiness ends `run` quietly; see `returncode`
     """
 
     def __init__(
@@ -53,7 +57,6 @@ class EngineProcess:
         nice: int = 0,
         ready_timeout: float = 300.0,
         stop_grace: float = 10.0,
-        exit_ok: bool = False,
         probe: Probe = probe_health,
     ) -> None:
         self.name = name
@@ -65,7 +68,6 @@ class EngineProcess:
         self.nice = nice
         self.ready_timeout = ready_timeout
         self.stop_grace = stop_grace
-        self.exit_ok = exit_ok
         self.returncode: int | None = None
         """How the last run ended; None before that."""
         self.ready_after: float | None = None
@@ -73,46 +75,47 @@ class EngineProcess:
         self.group: ProcessGroup | None = None
         """The process group while it runs."""
         self._probe = probe
-        self._exited = trio.Event()
         self._log_begin = 0
 
-    async def run(self, *, task_status: trio.TaskStatus[EngineProcess] = trio.TASK_STATUS_IGNORED) -> None:
-        """Start the engine, report readiness through `task_status`, stay until it ends or is cancelled.
+    async def run(
+        self,
+        *,
+        on_ready: Callable[[], None] | None = None,
+        task_status: trio.TaskStatus[EngineProcess] = trio.TASK_STATUS_IGNORED,
+    ) -> None:
+        """Start the engine, tell readiness by `on_ready` and `task_status`, stay until it ends or is cancelled.
 
-        Raises PortInUseError before anything is started, EngineStartError until it is ready,
-        EngineExitedError afterwards (unless `exit_ok`). On cancellation the group is stopped: SIGTERM,
+        Raises PortInUseError or MissingProgramError before anything is started, EngineStartError until it is ready,
+        EngineExitedError afterwards. On cancellation the group is stopped: SIGTERM,
         `stop_grace`, SIGKILL.
         """
         if self.group is not None:
             raise RuntimeError(f"{self.name} is running already")
         await trio.to_thread.run_sync(require_free, self.ports)
+        await trio.to_thread.run_sync(require_program, self.argv, self.env)
         self.returncode = self.ready_after = None
-        self._exited = trio.Event()
         self._log_begin = diagnose.size(self.log_path)
         begun = trio.current_time()
         open_it = partial(open_group, env=self.env, log_path=self.log_path, nice=self.nice, grace=self.stop_grace)
         try:
             async with open_it(self.argv) as self.group:
+                self.group.grace = min(self.stop_grace, START_GRACE)
                 await self._become_ready(self.group)
+                self.group.grace = self.stop_grace
                 self.ready_after = trio.current_time() - begun
+                if on_ready is not None:
+                    on_ready()
                 task_status.started(self)
                 await self.group.wait_exit()
                 self.returncode = await self.group.finish()
         finally:
             self.group = None
-            self._exited.set()
-        if not self.exit_ok:
-            raise self._error(EngineExitedError, "ended while it was serving")
+        raise self._error(EngineExitedError, "ended while it was serving")
 
     def kill(self) -> None:
         """SIGKILL the whole group, as a crash of the machine would. Does nothing when it is not running."""
         if self.group is not None:
             self.group.kill()
-
-    async def wait_exited(self) -> None:
-        """Return when the current run is over and its group is gone."""
-        if self.group is not None:
-            await self._exited.wait()
 
     async def _become_ready(self, group: ProcessGroup) -> None:
         """Race readiness against exit and the deadline, in one nursery. Exit outranks an answer: it may
@@ -129,6 +132,7 @@ class EngineProcess:
         with trio.move_on_after(self.ready_timeout):
             async with trio.open_nursery() as race:
                 race.start_soon(watch_exit)
+                race.start_soon(_note_shared_memory, group)
                 while True:
                     ready = await self._probe(self.ready_url)
                     if ready:
@@ -136,6 +140,7 @@ class EngineProcess:
                     await trio.sleep(POLL_SECONDS)
                 await trio.lowlevel.checkpoint()
                 race.cancel_scope.cancel("the engine is ready")
+        group.note_shared_memory()
         if exited:
             self.returncode = await group.finish()
             raise self._error(EngineStartError, "ended before it was ready")
@@ -151,3 +156,9 @@ class EngineProcess:
             log_path=self.log_path,
             tail=diagnose.tail(self.log_path, since=self._log_begin),
         )
+
+
+async def _note_shared_memory(group: ProcessGroup) -> None:
+    while True:
+        await trio.sleep(NOTE_SECONDS)
+        group.note_shared_memory()
