@@ -19,6 +19,7 @@ import msgspec
 
 from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
 from trio_pdproxy.core.routing import AFFINITY_BYTES
+from trio_pdproxy.core.trace import TraceContext
 
 TRUE = msgspec.Raw(b"true")
 FALSE = msgspec.Raw(b"false")
@@ -139,12 +140,25 @@ class Plan:
     """Headers of the client's that go to both engines."""
     session: bytes | None = field(default=None, repr=False)
     """The client's session header."""
+    trace: TraceContext | None = None
+    """Where the request stands in a trace of ours; then `headers` hold no traceparent of the client's."""
 
     @property
     def prefix(self) -> bytes:
         """The prompt's beginning, as it stands in the request: what routing by prefix goes by."""
         prompt = self.members.get(self.api.needs[0])
         return b"" if prompt is None else bytes(memoryview(prompt)[:AFFINITY_BYTES])
+
+    def leg_headers(self, dispatch_id: str, role: str) -> tuple[tuple[bytes, bytes], ...]:
+        """The headers of the client's, and the trace's, that go to the `role` engine of a dispatch."""
+        if self.trace is None:
+            return self.headers
+        return (*self.headers, (b"traceparent", self.trace.traceparent(dispatch_id, role)))
+
+    def traced(self, trace: TraceContext) -> Plan:
+        """The same request as a part of our trace instead of the client's."""
+        headers = tuple(pair for pair in self.headers if pair[0] != b"traceparent")
+        return replace(self, trace=trace, headers=headers)
 
     def alone(self, reason: str) -> Plan:
         """The same request for a decode engine alone."""
@@ -374,6 +388,25 @@ def transfer_params_in(answer: bytes) -> msgspec.Raw | None:
     except (msgspec.DecodeError, msgspec.ValidationError, RecursionError):
         return None
     return None if params is None or _kind(params) != "o" else params
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int | None = None
+    input_tokens: int | None = None
+    """What some APIs call them."""
+
+
+class _Counted(msgspec.Struct):
+    usage: _Usage | None = None
+
+
+def prompt_tokens_in(answer: bytes) -> int | None:
+    """How many tokens the prompt had, as the engine says in its answer."""
+    try:
+        usage = msgspec.json.decode(answer, type=_Counted).usage
+    except (msgspec.DecodeError, RecursionError):
+        return None
+    return None if usage is None else usage.prompt_tokens or usage.input_tokens
 
 
 def without_kv_transfer_params(answer: bytes) -> bytes:

@@ -274,9 +274,7 @@ class _Exchange:
 
     async def _write(self, block: bytes) -> None:
         await self.sink.write(block)
-        self.report.events += 1
-        if self.report.first_byte is None:
-            self.report.first_byte = trio.current_time()
+        self.report.handed(trio.current_time())
 
     async def _finish(self, dispatch: Dispatch) -> None:
         """The clean end, at once: whatever is left of the prefill leg, the client does not wait for it."""

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ssl
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
+import msgspec
 import trio
 from quart_trio import QuartTrio
 
@@ -20,14 +22,12 @@ from trio_pdproxy.engines.coordinates import SideChannel
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
 from trio_pdproxy.observe.metrics import EngineState, Metrics
+from trio_pdproxy.observe.timeline import Timelines, timelines_of
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
 from trio_pdproxy.web.routes import routes
 
 Watched = tuple[Path, Callable[[], Settings]]
-
-RECENT = 256
-"""Reports kept in memory: about 2 KiB each."""
 
 
 class ProxyApp(QuartTrio):
@@ -65,7 +65,11 @@ class ProxyApp(QuartTrio):
         self.watched = watched
         """The configuration file, and how to read it again."""
         self.started = trio.Event()
-        self.metrics = Metrics(self._engine_states, lambda: self.pool.waiting if self._configured else 0)
+        self.metrics = Metrics(
+            self._engine_states,
+            lambda: self.pool.waiting if self._configured else 0,
+            lambda: not self.missing(),
+        )
         self.quiescing = False
         """Asked to stop: running requests go on, /ready says 503."""
         self.failure: str | None = None
@@ -74,8 +78,8 @@ class ProxyApp(QuartTrio):
         self.started_at = 0.0
         self.active = 0
         """Relay requests in hand, debts they left included."""
-        self.recent: deque[Report] = deque(maxlen=RECENT)
-        """The last exchanges, newest last."""
+        self.recent: deque[Report] = deque(maxlen=256)
+        """The last exchanges, newest last; as many as the setting `timelines` says."""
         self.register_blueprint(routes)
 
     def configure(self, environ: Mapping[str, str]) -> None:
@@ -86,6 +90,7 @@ class ProxyApp(QuartTrio):
         if self._given is None:
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
+        self.recent = deque(self.recent, maxlen=self.settings.timelines)
         self.pool = Pool(self.settings, side_channel=self._side_channel, dial=self._dial, ssl_context=self._ssl_context)
         self.started_at = trio.current_time()
         self.failure = None
@@ -111,6 +116,11 @@ class ProxyApp(QuartTrio):
         self.recent.append(report)
         self.metrics.observe(report)
         log_exchange(report)
+
+    def timelines(self, last: int | None = None) -> bytes:
+        """The last exchanges (the last `last` of them) as JSON, oldest first."""
+        reports = list(self.recent)[-last:] if last else list(self.recent)
+        return msgspec.json.encode(Timelines(timelines_of(reports, time.time() - trio.current_time())))
 
     def missing(self) -> list[str]:
         """Why the proxy is not ready, one sentence each; empty if it is."""
@@ -142,6 +152,7 @@ class ProxyApp(QuartTrio):
                 inflight=engine.inflight,
                 debts=engine.debts,
                 stranded=engine.stranded,
+                circuit=engine.breaker.circuit.value,
             )
 
 

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 import trio
-from quart import Blueprint, Response, current_app
+from quart import Blueprint, Response, current_app, request
+from werkzeug.exceptions import NotFound
 
 from trio_pdproxy.engines.wire import EngineError
 
@@ -50,6 +51,20 @@ async def status() -> Response:
 async def metrics() -> Response:
     text, content_type = _app().metrics.render()
     return Response(text, content_type=content_type)
+
+
+@routes.get("/timelines")
+async def timelines() -> Response:
+    """The last exchanges. On the admin listener always, here only where `expose_timelines` says so."""
+    app = _app()
+    if not (app.started.is_set() and app.settings.expose_timelines):
+        raise NotFound
+    return await timelines_response(app)
+
+
+async def timelines_response(app: ProxyApp) -> Response:
+    """`?last=N`: the last N of them."""
+    return Response(app.timelines(request.args.get("last", type=int)), content_type="application/json")
 
 
 @routes.get("/v1/models")
