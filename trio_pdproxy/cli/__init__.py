@@ -11,6 +11,9 @@ COMMANDS = {
     "serve": ("trio_pdproxy.cli.serve", "serve", "Serve the proxy."),
     "demo": ("trio_pdproxy.cli.demo", "demo", "Start one prefill and one decode engine and send a chat through."),
     "engines": ("trio_pdproxy.cli.engines", "engines", "Prepare real vLLM engines for this machine's CPU."),
+    "bench": ("trio_pdproxy.cli.bench", "bench", "Measure an endpoint, or the legs in sequence against both at once."),
+    "trace": ("trio_pdproxy.cli.trace", "trace", "Draw the last exchanges of a proxy."),
+    "top": ("trio_pdproxy.cli.top", "top", "Watch a proxy's engines and flows."),
     "sim": ("trio_pdproxy.cli.sim", "sim", "Run simulated engines."),
 }
 
