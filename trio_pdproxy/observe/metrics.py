@@ -16,6 +16,7 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
 from trio_pdproxy.core.health import Circuit
@@ -226,6 +227,40 @@ class Metrics:
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"pdproxy_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+
+# What is true of the proxy only where it is true in each of its workers; everything else adds up.
+_IN_EACH = frozenset({"pdproxy_engine_up", "pdproxy_ready"})
+_IN_ANY = frozenset({"pdproxy_engine_circuit"})
+
+
+def merged(texts: Iterable[bytes]) -> bytes:
+    """The text of /metrics for several workers of one proxy, from the texts of each."""
+    texts = list(texts)
+    if len(texts) == 1:
+        return texts[0]
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text.decode()):
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            add = min if family.name in _IN_EACH else max if family.name in _IN_ANY else float.__add__
+            known = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, tuple(sample.labels.items())
+                known[key] = add(known[key], float(sample.value)) if key in known else float(sample.value)
+    for name, family in families.items():
+        for (sample_name, labels), value in values[name].items():
+            family.add_sample(sample_name, dict(labels), value)
+    return generate_latest(_Families(list(families.values())))
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
 
 
 class _Children:

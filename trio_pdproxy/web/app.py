@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import ssl
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import msgspec
 import trio
@@ -16,16 +18,21 @@ from quart_trio import QuartTrio
 
 from trio_pdproxy.config import Settings, load_settings
 from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.plan import Plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
-from trio_pdproxy.observe.metrics import EngineState, Metrics
-from trio_pdproxy.observe.timeline import Timelines, timelines_of
+from trio_pdproxy.observe.metrics import CONTENT_TYPE, EngineState, Metrics, merged
+from trio_pdproxy.observe.timeline import Timeline, Timelines, read_timelines, timelines_of
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
 from trio_pdproxy.web.routes import routes
+from trio_pdproxy.web.siblings import Siblings, find_siblings
+
+if TYPE_CHECKING:
+    from trio_pdproxy.observe.tracing import Tracing
 
 Watched = tuple[Path, Callable[[], Settings]]
 
@@ -70,6 +77,8 @@ class ProxyApp(QuartTrio):
             lambda: self.pool.waiting if self._configured else 0,
             lambda: not self.missing(),
         )
+        self.tracing: Tracing | None = None
+        self.siblings: Siblings | None = None
         self.quiescing = False
         """Asked to stop: running requests go on, /ready says 503."""
         self.failure: str | None = None
@@ -92,6 +101,11 @@ class ProxyApp(QuartTrio):
             configure(self.settings.log_level, self.settings.log_format)
         self.recent = deque(self.recent, maxlen=self.settings.timelines)
         self.pool = Pool(self.settings, side_channel=self._side_channel, dial=self._dial, ssl_context=self._ssl_context)
+        self.tracing = _tracing(self.settings)
+        if self._given is None:
+            # One of several workers, maybe, of a server's own command.
+            answers = {"metrics": lambda: self.metrics.render()[0], "timelines": self.timelines}
+            self.siblings = find_siblings(self.settings, answers)
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True
@@ -115,12 +129,32 @@ class ProxyApp(QuartTrio):
             report.ended = trio.current_time()
         self.recent.append(report)
         self.metrics.observe(report)
+        if self.tracing is not None:
+            self.tracing.observe(report, _wall())
         log_exchange(report)
 
-    def timelines(self, last: int | None = None) -> bytes:
-        """The last exchanges (the last `last` of them) as JSON, oldest first."""
-        reports = list(self.recent)[-last:] if last else list(self.recent)
-        return msgspec.json.encode(Timelines(timelines_of(reports, time.time() - trio.current_time())))
+    def timelines(self) -> bytes:
+        """The last exchanges of this process as JSON, oldest first."""
+        return msgspec.json.encode(Timelines(timelines_of(self.recent, _wall())))
+
+    async def all_timelines(self, last: int | None = None) -> bytes:
+        """The last exchanges (the last `last` of them), those of all workers. Raises `ProxyError` (503)."""
+        answers = await self.siblings.ask("timelines") if self.siblings else [self.timelines()]
+        lines = sorted((line for answer in answers for line in read_timelines(answer)), key=_arrival)
+        return msgspec.json.encode(Timelines(lines[-last:] if last else lines))
+
+    async def metrics_text(self) -> tuple[bytes, str]:
+        """What Prometheus is told, of all workers, and its content type. Raises `ProxyError` (503)."""
+        if self.siblings is None:
+            return self.metrics.render()
+        return merged(await self.siblings.ask("metrics")), CONTENT_TYPE
+
+    def traced(self, plan: Plan, report: Report, headers: Iterable[tuple[bytes, bytes]]) -> Plan:
+        """The plan as a part of a trace, where there is tracing."""
+        if self.tracing is None:
+            return plan
+        report.trace = self.tracing.begin(plan, headers)
+        return plan.traced(report.trace)
 
     def missing(self) -> list[str]:
         """Why the proxy is not ready, one sentence each; empty if it is."""
@@ -133,6 +167,8 @@ class ProxyApp(QuartTrio):
         return {
             "version": version("trio-pdproxy"),
             "uptime": trio.current_time() - self.started_at,
+            "pid": os.getpid(),
+            "workers": self.siblings.count if self.siblings else 1,
             "ready": not self.missing(),
             "missing": self.missing(),
             "policy": {"prefill": self.settings.prefill_policy, "decode": self.settings.decode_policy},
@@ -154,6 +190,23 @@ class ProxyApp(QuartTrio):
                 stranded=engine.stranded,
                 circuit=engine.breaker.circuit.value,
             )
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from trio_pdproxy.observe.tracing import Tracing  # the extra [otel]: only where it is asked for
+
+    return Tracing(settings.otlp_traces_endpoint)
+
+
+def _wall() -> float:
+    """What to add to trio's clock to get seconds since 1970."""
+    return time.time() - trio.current_time()
+
+
+def _arrival(line: Timeline) -> float:
+    return line.at
 
 
 def create_app(

@@ -87,6 +87,7 @@ class ProxyConnection(TrioASGIHTTPConnection):
         except _GoneError:
             report.outcome = "disconnect"
             return
+        plan = self.app.traced(plan, report, self.scope["headers"])
         report.planned = trio.current_time()
         sink = AsgiSink(send)
         try:

@@ -9,6 +9,7 @@ import trio
 from quart import Blueprint, Response, current_app, request
 from werkzeug.exceptions import NotFound
 
+from trio_pdproxy.core.errors import ProxyError
 from trio_pdproxy.engines.wire import EngineError
 
 if TYPE_CHECKING:
@@ -49,7 +50,10 @@ async def status() -> Response:
 
 @routes.get("/metrics")
 async def metrics() -> Response:
-    text, content_type = _app().metrics.render()
+    try:
+        text, content_type = await _app().metrics_text()
+    except ProxyError as error:
+        return _failed(error)
     return Response(text, content_type=content_type)
 
 
@@ -64,7 +68,14 @@ async def timelines() -> Response:
 
 async def timelines_response(app: ProxyApp) -> Response:
     """`?last=N`: the last N of them."""
-    return Response(app.timelines(request.args.get("last", type=int)), content_type="application/json")
+    try:
+        return Response(await app.all_timelines(request.args.get("last", type=int)), content_type="application/json")
+    except ProxyError as error:
+        return _failed(error)
+
+
+def _failed(error: ProxyError) -> Response:
+    return Response(error.body(), status=error.status, headers=_text(error.headers()))
 
 
 @routes.get("/v1/models")
@@ -92,7 +103,7 @@ async def models() -> Response:
                 nursery.start_soon(ask, engine)
     if not found:
         error = pool.unavailable(pair=False)
-        return Response(error.body(), status=error.status, headers=_text(error.headers()))
+        return _failed(error)
     return _json({"object": "list", "data": [found[name] for name in sorted(found)]})
 
 
