@@ -105,17 +105,17 @@ async def look(url: str) -> Look:
         raise ConnectionError(f"{url} answers something else to /status: is it a trio-pdproxy?") from None
 
 
-def quantile(before: Look, now: Look, name: str, q: float) -> float | None:
-    """The `q`-quantile (0..1) of a histogram's observations between two looks, interpolated within its bucket as
+def quantile(before: Look, now: Look, name: str, share: float) -> float | None:
+    """The quantile (`share` in 0..1) of a histogram's observations between two looks, interpolated within its bucket as
     Prometheus does; None where there were none."""
     edges: dict[float, float] = {}
-    for look, sign in ((now, 1), (before, -1)):
-        for edge, count in look.by(f"{name}_bucket", "le").items():
-            edges[float(edge)] = edges.get(float(edge), 0.0) + sign * count
+    for reading, sign in ((now, 1), (before, -1)):
+        for text, total in reading.by(f"{name}_bucket", "le").items():
+            edges[float(text)] = edges.get(float(text), 0.0) + sign * total
     ordered = sorted(edges.items())
     if not ordered or ordered[-1][1] <= 0:
         return None
-    rank, low, below = q * ordered[-1][1], 0.0, 0.0
+    rank, low, below = share * ordered[-1][1], 0.0, 0.0
     for edge, count in ordered:
         if count >= rank:
             if edge == float("inf"):
@@ -136,9 +136,8 @@ def picture(url: str, before: Look, now: Look) -> RenderableType:
         ("trio-pdproxy ", "bold"),
         f"{status.get('version', '')}  {url}  up {_span(float(status.get('uptime', 0)))}  ",
         ready,
-        *(f"\n{why}" for why in status.get("missing", ())),
     )
-    return Group(head, "", _engines(now), "", _flows(before, now))
+    return Group(head, "", _engines(now), _why_down(now), _flows(before, now))
 
 
 def _engines(now: Look) -> Table:
@@ -156,7 +155,7 @@ def _engines(now: Look) -> Table:
             engine["role"],
             _state(engine),
             f"{inflight:.0f}/{cap}",
-            _bar(inflight / cap if cap else 0.0, 16),
+            _bar(inflight / cap if cap else 0.0, 10),
             f"{now.total('pdproxy_debts', engine=name):.0f}" if decode else "",
             Text(f"{stranded:.0f}", style="bold red" if stranded else "") if decode else "",
             ", ".join(filter(None, (engine.get("mode"), engine.get("version")))),
@@ -167,10 +166,15 @@ def _engines(now: Look) -> Table:
 def _state(engine: Mapping[str, Any]) -> Text:
     if engine["draining"]:
         return Text("draining", style="yellow")
+    circuit = "" if engine["circuit"] == "closed" else f", {engine['circuit']}"
     if engine["usable"]:
-        circuit = engine["circuit"]
-        return Text("up", style="green") if circuit == "closed" else Text(f"up, {circuit}", style="yellow")
-    return Text(f"down: {engine['why']}", style="red")
+        return Text(f"up{circuit}", style="yellow" if circuit else "green")
+    return Text(f"down{circuit}", style="bold red")
+
+
+def _why_down(now: Look) -> Text:
+    lines = (f"{e['name']}: {e['why']}" for e in now.status.get("engines", ()) if not e["usable"] and e["why"])
+    return Text("\n".join(lines), style="red")
 
 
 def _flows(before: Look, now: Look) -> Table:

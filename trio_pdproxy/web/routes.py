@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 import trio
 from quart import Blueprint, Response, current_app, request
-from werkzeug.exceptions import NotFound
 
 from trio_pdproxy.core.errors import ProxyError
 from trio_pdproxy.engines.wire import EngineError
+from trio_pdproxy.web.guard import nothing_at
 
 if TYPE_CHECKING:
     from trio_pdproxy.engines.engine import Engine
@@ -62,7 +62,7 @@ async def timelines() -> Response:
     """The last exchanges. On the admin listener always, here only where `expose_timelines` says so."""
     app = _app()
     if not (app.started.is_set() and app.settings.expose_timelines):
-        raise NotFound
+        return _failed(nothing_at(b"/timelines"))
     return await timelines_response(app)
 
 
