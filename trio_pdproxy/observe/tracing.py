@@ -54,6 +54,7 @@ LONGEST_VALUE = 256
 """Characters of a client's text (the model's name) in an attribute."""
 
 _FINE = frozenset({Prefill.OK, Prefill.UNSENT, Prefill.PENDING, Decode.DONE, Decode.SPEAKING, Decode.UNSENT})
+_SPOKE = frozenset({Decode.DONE, Decode.SPEAKING, Decode.CUT})
 _NOT_OUR_ERROR = frozenset({"ok", "client_error", "disconnect"})
 
 
@@ -115,7 +116,7 @@ class Tracing:
             attributes=dict(context.attributes) | _server_attributes(report),
             start_time=_ns(report.accepted, wall),
         )
-        if report.first_byte is not None:
+        if report.first_byte is not None and report.status == 200:
             span.add_event("first_token", timestamp=_ns(report.first_byte, wall))
         if report.outcome not in _NOT_OUR_ERROR:
             span.set_attribute("error.type", report.outcome)
@@ -155,7 +156,7 @@ class Tracing:
             attributes=attributes,
             start_time=_ns(leg.sent, wall),
         )
-        if role == "decode" and leg.first is not None:
+        if outcome in _SPOKE and leg.first is not None:
             span.add_event("first_token", timestamp=_ns(leg.first, wall))
         if role == "prefill" and dispatch.rescued is not None:
             span.add_event("rescue", {"pdproxy.reason": dispatch.rescue or ""}, _ns(dispatch.rescued, wall))

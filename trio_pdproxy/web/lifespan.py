@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trio_pdproxy.web")
 
-LAST_SPANS = 5.0
+LAST_SPANS = 3.0
 """Seconds for the traces that have not been sent yet, at shutdown."""
 
 
