@@ -195,17 +195,23 @@ async def measure(url: str, how: How, title: str) -> Measured:
     """One load on one endpoint, after its warm-up. Another `title`: other prompts of the same lengths, which no prefix
     cache has met. Raises `BenchError`."""
     async with Target(url, api_key=os.environ.get("OPENAI_API_KEY")) as target:
-        model = how.model or await target.model()
-        characters = await calibrate(target, how.load, model)
-        for number in range(how.warmups):
-            warm = replace(how.load, num_prompts=1, request_rate=inf)
-            await run_load(target, warm, model, characters, salt=f"warm-up {title} {number}")
-        with _bar(title, how.load.num_prompts, how.bars) as advance:
+        model, characters = await prepare(target, how, title)
+        with bar(title, how.load.num_prompts, how.bars) as advance:
             return await run_load(target, how.load, model, characters, salt=title, on_done=lambda _: advance())
 
 
+async def prepare(target: Target, how: How, title: str) -> tuple[str, int]:
+    """The warm-up: the model's name, and how many characters make a prompt. Raises `BenchError`."""
+    model = how.model or await target.model()
+    characters = await calibrate(target, how.load, model)
+    for number in range(how.warmups):
+        warm = replace(how.load, num_prompts=1, request_rate=inf)
+        await run_load(target, warm, model, characters, salt=f"warm-up {title} {number}")
+    return model, characters
+
+
 @contextmanager
-def _bar(title: str, total: int, wanted: bool) -> Iterator[Any]:
+def bar(title: str, total: int, wanted: bool) -> Iterator[Any]:
     if not wanted:
         yield lambda: None
         return

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import trio
 from rich.console import Console
 from rich.table import Table
 
-from trio_pdproxy.bench.load import BenchError, Load
+from trio_pdproxy.bench.load import BenchError, Load, Measured, Target, run_load
 from trio_pdproxy.bench.result import result_of
-from trio_pdproxy.cli.bench import How, measure, tell_failures
+from trio_pdproxy.cli.bench import How, bar, prepare, tell_failures
 from trio_pdproxy.cli.demo import open_engines, until_ready
 from trio_pdproxy.config import load_settings
 from trio_pdproxy.observe.page import figures, html_page
@@ -27,7 +27,9 @@ from trio_pdproxy.observe.timeline import Spread, Timeline, read_timelines
 from trio_pdproxy.web.app import ProxyApp, create_app
 
 PERCENTILES = (50.0, 90.0, 99.0)
-BAR = 64
+WIDTH = 64
+
+TURNS = 6
 
 PATIENT = {"health_timeout": 15, "health_interval": 15}
 """For real engines on this machine's CPU: under load they answer probes late, and are fit all the same."""
@@ -50,26 +52,22 @@ async def compare_modes(
     from trio_pdproxy.serve import serving
 
     configure("error", "text")
-    timelines: dict[str, list[Timeline]] = {}
-    results: dict[str, Any] = {}
-    failed = 0
-    async with _opened(engines, how.console) as (given, model):
+    async with _opened(engines, how.console) as (given, model), AsyncExitStack() as stack:
         how = replace(how, model=how.model or model)
+        lanes: list[_Lane] = []
         for mode in modes:
             mine: dict[str, object] = {"bind": "127.0.0.1:0", "legs": mode, "timelines": how.load.num_prompts}
-            if engines.own == "vllm":
-                mine |= PATIENT
-            settings = load_settings(environ=os.environ, flags=given | mine)
+            settings = load_settings(
+                environ=os.environ, flags=given | mine | (PATIENT if engines.own == "vllm" else {})
+            )
             app = create_app(settings)
-            async with serving(app, settings) as url:
-                await until_ready(app)
-                measured = await measure(url, how, mode)
-                failed += tell_failures(measured, how.console)
-                await _until_over(app)
-                if not any(seen.success for seen in measured.requests):
-                    raise BenchError(f"{mode}: no request was answered")
-                timelines[mode] = read_timelines(app.timelines())
-            results[mode] = result_of(measured, PERCENTILES)
+            url = await stack.enter_async_context(serving(app, settings))
+            await until_ready(app)
+            lanes.append(_Lane(mode, app, await stack.enter_async_context(Target(url))))
+        await _take_turns(lanes, how)
+    failed = sum(tell_failures(lane.measured, how.console) for lane in lanes)
+    timelines = {lane.mode: read_timelines(lane.app.timelines()) for lane in lanes}
+    results = {lane.mode: result_of(lane.measured, PERCENTILES) for lane in lanes}
     how.console.print(_table(how.load, timelines, results))
     _draw(timelines, how.console)
     if html is not None:
@@ -88,6 +86,44 @@ async def _opened(engines: Engines, console: Console) -> AsyncIterator[tuple[dic
         return
     async with open_engines(engines.own, console) as (prefill, decode, model):
         yield {"prefill": [prefill], "decode": [decode]}, model
+
+
+@dataclass(slots=True)
+class _Lane:
+    """One mode under measurement."""
+
+    mode: str
+    app: ProxyApp
+    target: Target
+    measured: Measured = field(default_factory=lambda: Measured(Load(), "", 0.0, 0, []))
+
+
+async def _take_turns(lanes: list[_Lane], how: How) -> None:
+    """Measure each mode in `TURNS` parts, by turns: what the machine does besides then hits all of them alike."""
+    ready = [(lane, await prepare(lane.target, how, lane.mode)) for lane in lanes]
+    load = how.load
+    with bar("requests", load.num_prompts * len(lanes), how.bars) as advance:
+        for turn in range(TURNS):
+            # The share of this turn, the remainder spread over the first ones.
+            count = load.num_prompts // TURNS + (turn < load.num_prompts % TURNS)
+            part = replace(load, num_prompts=count, seed=load.seed + turn)
+            for lane, (model, characters) in ready if turn % 2 == 0 else reversed(ready):
+                made = await run_load(
+                    lane.target, part, model, characters, salt=f"{lane.mode} {turn}", on_done=lambda _: advance()
+                )
+                await _until_over(lane.app)
+                before = lane.measured
+                lane.measured = Measured(
+                    load,
+                    model,
+                    before.duration + made.duration,
+                    max(before.peak, made.peak),
+                    before.requests + made.requests,
+                )
+    for lane in lanes:
+        if not any(seen.success for seen in lane.measured.requests):
+            tell_failures(lane.measured, how.console)
+            raise BenchError(f"{lane.mode}: no request was answered")
 
 
 async def _until_over(app: ProxyApp) -> None:
@@ -162,15 +198,15 @@ def _draw(timelines: dict[str, list[Timeline]], console: Console) -> None:
         zero = tried.prefill.sent
 
         def column(at: float | None, zero: float = zero) -> int:
-            return BAR if at is None else max(0, min(BAR, round((at - zero) / span * BAR)))
+            return WIDTH if at is None else max(0, min(WIDTH, round((at - zero) / span * WIDTH)))
 
         end, sent, first = column(tried.prefill.end), column(tried.decode.sent), column(tried.decode.first)
         done = column(tried.decode.end)
-        prefill = f"{'━' * max(end, 1):<{BAR}}"
+        prefill = f"{'━' * max(end, 1):<{WIDTH}}"
         decode = f"{'╌' * (first - sent):>{first}}◆{'━' * max(done - first - 1, 0)}"
         console.print(f"\n[bold]{mode}[/]")
         console.print(f"  prefill leg [cyan]{prefill}[/]", soft_wrap=True)
-        console.print(f"  decode leg  [magenta]{decode:<{BAR}}[/]", soft_wrap=True)
+        console.print(f"  decode leg  [magenta]{decode:<{WIDTH}}[/]", soft_wrap=True)
         assert tried.gap is not None and tried.decode.first is not None  # noqa: PT018
         console.print(
             f"              decode-start gap {1000 * tried.gap:.3f} ms, ◆ first token after "
