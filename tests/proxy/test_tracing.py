@@ -8,14 +8,13 @@ import pytest
 import trio
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
+from tests.otlp import Receiver, open_receiver
 from trio_pdproxy.core.plan import APIS, read_plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.trace import leg_span_id, read_traceparent
 from trio_pdproxy.observe.tracing import Tracing
 from trio_pdproxy.sim import Fault, SimSettings
 from trio_pdproxy.testing.rig import open_rig
-
-from .otlp import Receiver, open_receiver
 
 SERVER, CLIENT = 2, 3
 TRACE, CALLER = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
