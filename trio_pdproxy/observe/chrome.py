@@ -104,8 +104,9 @@ class _Writer:
         if tried.prefill is not None:
             source = self._leg("prefill", tried.prefill, tried, timeline, zero)
         target = self._leg("decode", tried.decode, tried, timeline, zero)
-        if source is None or target is None or tried.prefill is None or tried.decode.first is None:
+        if source is None or target is None or not tried.decode.spoke:
             return
+        assert tried.prefill is not None and tried.decode.first is not None  # noqa: PT018
         self._flows += 1
         start = min(tried.prefill.end or tried.decode.first, tried.decode.first)
         for ph, (pid, tid), at in (("s", source, start), ("f", target, tried.decode.first)):
@@ -131,7 +132,8 @@ class _Writer:
             settled=tried.settled if role == "prefill" else None,
             kept_alive_connection=leg.reused,
         )
-        if role == "decode" and leg.first is not None:
+        if role == "decode" and leg.spoke:
+            assert leg.first is not None
             self._slice(pid, tid, "waits for KV", zero + leg.sent, zero + leg.first)
             self._slice(pid, tid, "tokens", zero + leg.first, zero + end, pieces=timeline.events)
             at = round((zero + leg.first) * 1e6, 1)

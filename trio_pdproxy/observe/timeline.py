@@ -15,8 +15,11 @@ from statistics import fmean, quantiles
 import msgspec
 
 from trio_pdproxy.core.report import DispatchReport, LegReport, Report
+from trio_pdproxy.core.verdict import Decode
 
 VERSION = 1
+
+_SPOKE = frozenset(outcome.value for outcome in (Decode.DONE, Decode.SPEAKING, Decode.CUT))
 
 
 class Leg(msgspec.Struct, frozen=True):
@@ -31,6 +34,11 @@ class Leg(msgspec.Struct, frozen=True):
     end: float | None = None
     status: int | None = None
     reused: bool = False
+
+    @property
+    def spoke(self) -> bool:
+        """Of a decode leg: its first byte was the answer's (and no error's)."""
+        return self.first is not None and self.outcome in _SPOKE
 
 
 class Try(msgspec.Struct, frozen=True):
