@@ -128,3 +128,23 @@ def test_promtool_has_nothing_to_say(workers: int) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (0, b"", b"")
     rules = subprocess.run([promtool, "check", "rules", str(ALERTS)], capture_output=True, timeout=30, check=False)
     assert rules.returncode == 0, rules.stderr
+
+
+def test_each_alert_fires_when_it_should_and_none_in_peace(tmp_path: Path) -> None:
+    if (promtool := shutil.which("promtool")) is None:
+        pytest.skip("there is no promtool here")
+    shutil.copy(ALERTS, tmp_path)
+    shutil.copy(Path(__file__).with_name("alerts.yaml"), tmp_path)
+    done = subprocess.run(
+        [promtool, "test", "rules", "alerts.yaml"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    tested = yaml.safe_load((tmp_path / "alerts.yaml").read_text())["tests"][0]["promql_expr_test"][0]["exp_samples"]
+    assert {rule["alert"] for rule in alert_rules()} == {
+        re.findall(r'alertname="(\w+)"', sample["labels"])[0] for sample in tested
+    }
