@@ -88,8 +88,8 @@ async def look(url: str) -> Look:
     from trio_pdproxy.engines.wire import EngineError
 
     try:
-        code, status = await fetch(url, "/status", timeout=TIMEOUT)
-        code_2, metrics = await fetch(url, "/metrics", timeout=TIMEOUT)
+        code, status = await fetch(url, "/status", within=TIMEOUT)
+        code_2, metrics = await fetch(url, "/metrics", within=TIMEOUT)
     except EngineError as error:
         raise ConnectionError(f"{url} does not answer: {error}") from None
     if code != 200 or code_2 != 200:

@@ -61,7 +61,7 @@ async def _fetch(url: str, last: int | None) -> bytes:
 
     path = f"/timelines?last={last}" if last else "/timelines"
     try:
-        status, body = await fetch(url, path, token=os.environ.get("PDPROXY_ADMIN_TOKEN"), timeout=TIMEOUT)
+        status, body = await fetch(url, path, token=os.environ.get("PDPROXY_ADMIN_TOKEN"), within=TIMEOUT)
     except EngineError as error:
         raise OSError(f"{url} does not answer: {error}") from None
     match status:

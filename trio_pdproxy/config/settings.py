@@ -230,7 +230,7 @@ class Settings(BaseModel):
         default=256,
         ge=0,
         le=100_000,
-        description="How many of the last exchanges are kept in memory for `trio-pdproxy trace`: 3 to 6 KiB each. They "
+        description="How many of the last exchanges are kept in memory for `trio-pdproxy trace`: 2 to 4 KiB each. They "
         "hold instants and engines' names, never a prompt.",
     )
     expose_timelines: bool = Field(

@@ -142,9 +142,9 @@ def open_client(
     )
 
 
-async def fetch(base_url: str, path: str, *, token: str | None = None, timeout: float) -> tuple[int, bytes]:
-    """One GET, read to its end: status and body. Raises `EngineError`."""
-    async with open_client(base_url.rstrip("/"), timeout=timeout) as client:
+async def fetch(base_url: str, path: str, *, token: str | None = None, within: float) -> tuple[int, bytes]:
+    """One GET, read to its end: status and body. `within`: seconds for each of its steps. Raises `EngineError`."""
+    async with open_client(base_url.rstrip("/"), timeout=within) as client:
         try:
             response = await client.get(path, headers={"authorization": f"Bearer {token}"} if token else None)
         except httpx.HTTPError as error:
