@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-import os
 import socket
 import subprocess
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -43,7 +43,8 @@ async def test_exposed_timelines_tell_both_legs_and_no_prompt() -> None:
         assert len(lines) == 3, "as many as the setting says"
         assert all(line["outcome"] == "ok" and line["tries"][0]["prompt_tokens"] for line in lines)
         assert "must stay" not in response.text
-        assert len((await rig.client.get("/timelines?last=1")).json()["timelines"]) == 1
+        for asked, there in ((1, 1), (2, 2), (9, 3), (0, 3), (-1, 3)):
+            assert len((await rig.client.get(f"/timelines?last={asked}")).json()["timelines"]) == there
         first = lines[0]["tries"][0]
         assert first["prefill"]["sent"] < first["decode"]["sent"] < first["decode"]["first"] < first["decode"]["end"]
 
@@ -121,7 +122,7 @@ async def get(url: str, path: str) -> httpx.Response:
 
 
 async def test_a_worker_that_is_gone_is_forgotten_and_one_that_is_silent_fails_the_scrape(tmp_path: Path) -> None:
-    siblings = Siblings(tmp_path, {"metrics": lambda: b"mine"})
+    siblings = Siblings(tmp_path, {"metrics": lambda: b"mine"}, name="3")
     with socket.socket(socket.AF_UNIX) as gone:
         gone.bind(str(tmp_path / "1.sock"))  # bound and never listened to: as after a kill
     async with trio.open_nursery() as nursery:
@@ -135,13 +136,12 @@ async def test_a_worker_that_is_gone_is_forgotten_and_one_that_is_silent_fails_t
                 await siblings.ask("metrics")
             assert caught.value.status == 503
         nursery.cancel_scope.cancel()
-    assert not list(tmp_path.glob(f"{os.getpid()}.sock"))
+    assert not (tmp_path / "3.sock").exists()
 
 
 async def test_siblings_answer_each_other(tmp_path: Path) -> None:
     """Two in one process stand for two processes."""
-    one, two = Siblings(tmp_path, {"x": lambda: b"1"}), Siblings(tmp_path, {"x": lambda: b"2"})
-    two._own = tmp_path / "other.sock"
+    one, two = (Siblings(tmp_path, {"x": partial(str.encode, name)}, name=name) for name in "12")
     async with trio.open_nursery() as nursery:
         await nursery.start(one.run)
         await nursery.start(two.run)

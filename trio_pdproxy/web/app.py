@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import ssl
 import time
@@ -33,6 +34,8 @@ from trio_pdproxy.web.siblings import Siblings, find_siblings
 
 if TYPE_CHECKING:
     from trio_pdproxy.observe.tracing import Tracing
+
+log = logging.getLogger("trio_pdproxy.web")
 
 Watched = tuple[Path, Callable[[], Settings]]
 
@@ -106,6 +109,8 @@ class ProxyApp(QuartTrio):
             # One of several workers, maybe, of a server's own command.
             answers = {"metrics": lambda: self.metrics.render()[0], "timelines": self.timelines}
             self.siblings = find_siblings(self.settings, answers)
+        if self.settings.legs == "serial":
+            log.warning("legs: serial is for measurements only: each answer waits for the whole prefill leg")
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True
@@ -141,7 +146,7 @@ class ProxyApp(QuartTrio):
         """The last exchanges (the last `last` of them), those of all workers. Raises `ProxyError` (503)."""
         answers = await self.siblings.ask("timelines") if self.siblings else [self.timelines()]
         lines = sorted((line for answer in answers for line in read_timelines(answer)), key=_arrival)
-        return msgspec.json.encode(Timelines(lines[-last:] if last else lines))
+        return msgspec.json.encode(Timelines(lines[-last:] if last and last > 0 else lines))
 
     async def metrics_text(self) -> tuple[bytes, str]:
         """What Prometheus is told, of all workers, and its content type. Raises `ProxyError` (503)."""

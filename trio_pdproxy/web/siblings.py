@@ -37,12 +37,19 @@ Answer = Callable[[], bytes]
 
 
 class Siblings:
-    """The workers of one proxy, this one included. `answers`: what may be asked, by name."""
+    """The workers of one proxy, this one included.
 
-    def __init__(self, folder: Path, answers: dict[str, Answer]) -> None:
+    `answers`: what may be asked, by name. `name`: its own in `folder`. Raises OSError where it cannot listen there.
+    """
+
+    def __init__(self, folder: Path, answers: dict[str, Answer], *, name: str) -> None:
         self.folder = folder
         self._answers = answers
-        self._own = folder / f"{os.getpid()}.sock"
+        self._own = folder / f"{name}.sock"
+        self._own.unlink(missing_ok=True)
+        self._listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listening.bind(str(self._own))
+        self._listening.listen(16)
 
     @property
     def count(self) -> int:
@@ -51,13 +58,10 @@ class Siblings:
 
     async def run(self, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Answer the others until cancelled."""
-        listening = trio.socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._own.unlink(missing_ok=True)
-        await listening.bind(str(self._own))
-        listening.listen(16)
+        listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listening))
         try:
             task_status.started()
-            await trio.serve_listeners(self._answer, [trio.SocketListener(listening)])
+            await trio.serve_listeners(self._answer, [listener])
         finally:
             self._own.unlink(missing_ok=True)
 
@@ -122,22 +126,24 @@ def find_siblings(settings: Settings, answers: dict[str, Answer]) -> Siblings | 
     same = blake2b(msgspec.json.encode(settings.redacted()), digest_size=8).hexdigest()
     base = Path(tempfile.gettempdir()) / f"pdproxy-{os.getuid()}"
     try:
+        # Containers may share the temporary directory, and each has a process 1.
+        namespace = os.stat("/proc/self/ns/pid").st_ino
         base.mkdir(mode=0o700, exist_ok=True)
         found = base.lstat()
         if found.st_uid != os.getuid() or found.st_mode & 0o077:
             raise PermissionError(f"{base} is not this user's alone")
-        _sweep(base)
-        folder = base / f"{parent.pid}-{same}"
+        _sweep(base, namespace)
+        folder = base / f"{namespace}-{parent.pid}-{same}"
         folder.mkdir(mode=0o700, exist_ok=True)
+        return Siblings(folder, answers, name=str(os.getpid()))
     except OSError as error:
         log.warning("metrics will be those of one worker at a time: %s", error)
         return None
-    return Siblings(folder, answers)
 
 
-def _sweep(base: Path) -> None:
+def _sweep(base: Path, namespace: int) -> None:
     """Remove what servers that are gone have left behind: their workers end without a chance to."""
-    for folder in base.iterdir():
-        pid = folder.name.partition("-")[0]
-        if pid.isdigit() and not Path(f"/proc/{pid}").exists():
+    for folder in base.glob(f"{namespace}-*"):
+        pid = folder.name.split("-")[1]
+        if not Path(f"/proc/{pid}").exists():
             shutil.rmtree(folder, ignore_errors=True)
