@@ -11,6 +11,7 @@ import click
 import msgspec
 import trio
 from prometheus_client.parser import text_string_to_metric_families
+from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
 from rich.panel import Panel
 from rich.table import Table
@@ -137,13 +138,14 @@ def picture(url: str, before: Look, now: Look) -> RenderableType:
         f"{status.get('version', '')}  {url}  up {_span(float(status.get('uptime', 0)))}  ",
         ready,
     )
-    return Group(head, "", _engines(now), _why_down(now), _flows(before, now))
+    return Group(head, _engines(now), _why_down(now), _flows(before, now))
 
 
 def _engines(now: Look) -> Table:
-    table = Table(title="engines", title_justify="left", expand=True)
+    table = Table(box=SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for heading in ("engine", "role", "state", "in flight", "", "debts", "stranded", "mode, version"):
-        table.add_column(heading, justify="right" if heading in ("in flight", "debts", "stranded") else "left")
+        right = heading in ("in flight", "debts", "stranded")
+        table.add_column(heading, justify="right" if right else "left", no_wrap=True)
     for engine in now.status.get("engines", ()):
         name, decode = engine["name"], engine["role"] == "decode"
         # From /metrics, which adds up the workers of a proxy that has several; /status is one worker's.
@@ -155,7 +157,7 @@ def _engines(now: Look) -> Table:
             engine["role"],
             _state(engine),
             f"{inflight:.0f}/{cap}",
-            _bar(inflight / cap if cap else 0.0, 10),
+            _bar(inflight / cap if cap else 0.0, 8),
             f"{now.total('pdproxy_debts', engine=name):.0f}" if decode else "",
             Text(f"{stranded:.0f}", style="bold red" if stranded else "") if decode else "",
             ", ".join(filter(None, (engine.get("mode"), engine.get("version")))),
@@ -183,9 +185,9 @@ def _flows(before: Look, now: Look) -> Table:
     def rate(name: str, **labels: str) -> float:
         return (now.total(name, **labels) - before.total(name, **labels)) / seconds
 
-    table = Table(title=f"flows, over the last {seconds:.1f} s", title_justify="left", expand=True, show_header=False)
+    table = Table(title=f"flows, over the last {seconds:.1f} s", title_justify="left", box=None, show_header=False)
     for _ in range(3):
-        table.add_column(ratio=1)
+        table.add_column(min_width=22)
     outcomes = now.by("pdproxy_requests_total", "outcome")
     earlier = before.by("pdproxy_requests_total", "outcome")
     news = {name: count - earlier.get(name, 0) for name, count in outcomes.items() if count > earlier.get(name, 0)}
@@ -205,9 +207,10 @@ def _flows(before: Look, now: Look) -> Table:
     table.add_row(
         f"{rate('pdproxy_leg_errors_total'):.2f} leg errors/s",
         f"{rate('pdproxy_retries_total'):.2f} retries/s",
-        f"{now.total('pdproxy_rescues_total'):.0f} rescues, {now.total('pdproxy_settled_total'):.0f} settled, "
-        f"{now.total('pdproxy_stranded_total'):.0f} stranded since the start",
+        f"since the start: {now.total('pdproxy_settled_total'):.0f} settled,",
     )
+    rescues, stranded = now.total("pdproxy_rescues_total"), now.total("pdproxy_stranded_total")
+    table.add_row("", "", f"{rescues:.0f} rescues, {stranded:.0f} stranded")
     return table
 
 
