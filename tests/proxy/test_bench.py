@@ -97,6 +97,7 @@ async def test_compare_shows_the_gap_of_both_modes(tmp_path: Path) -> None:
         ["--compare", "serial", "--prefill", "http://x"],
         ["--request-rate", "0"],
         ["--metric-percentiles", "200"],
+        ["--compare", "serial", "--prefill", "ftp://x", "--decode", "http://y"],
     ],
 )
 async def test_wrong_usage_is_exit_code_2(args: list[str]) -> None:

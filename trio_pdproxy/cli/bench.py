@@ -160,19 +160,28 @@ def bench(
 
 
 def _run(run: Any) -> tuple[int, object]:
+    """Run it; what a user can do something about is told in words: exit code 1, or 2 for a wrong configuration."""
+    from trio_pdproxy.cli.demo import DemoError
+    from trio_pdproxy.config import ConfigError
     from trio_pdproxy.launch.errors import LaunchError
     from trio_pdproxy.serve import ServerError
 
     try:
         failed, result = trio.run(run)
-    except (BenchError, LaunchError, ServerError) as error:
-        raise click.ClickException(str(error)) from error
+    except Exception as error:
+        # Bare, or in a group of one where it came out of a nursery.
+        leaves = error if isinstance(error, BaseExceptionGroup) else BaseExceptionGroup("", [error])
+        if (wrong := only(leaves, ConfigError)) is not None:
+            raise click.UsageError(str(wrong)) from error
+        for kind in (BenchError, ServerError, LaunchError, DemoError):
+            if (found := only(leaves, kind)) is not None:
+                raise click.ClickException(str(found)) from error
+        raise
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BaseExceptionGroup as group:
         if only(group, KeyboardInterrupt) is not None:
             sys.exit(130)
-        for kind in (BenchError, ServerError, LaunchError):
-            if (found := only(group, kind)) is not None:
-                raise click.ClickException(str(found)) from found
         raise
     return failed, result
 

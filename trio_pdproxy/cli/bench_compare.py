@@ -71,7 +71,10 @@ async def compare_modes(
     how.console.print(_table(how.load, timelines, results))
     _draw(timelines, how.console)
     if html is not None:
-        html.write_bytes(html_page(timelines))
+        try:
+            html.write_bytes(html_page(timelines))
+        except OSError as error:
+            raise BenchError(f"cannot write {html}: {error.strerror}") from None
         how.console.print(f"\nThe picture: {html}", soft_wrap=True)
     for mode, lines in timelines.items():
         results[mode]["proxy_saw_ms"] = {name: _ms(spread) for name, spread in figures(lines).items()}
