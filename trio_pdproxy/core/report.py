@@ -102,7 +102,7 @@ class Report:
     dispatches: list[DispatchReport] = field(default_factory=list)
 
     def handed(self, now: float) -> None:
-        """The client has taken one more piece."""
+        """One more piece of the answer is handed to the client."""
         if self.first_byte is None:
             self.first_byte = now
         if self.events % self.stride == 0:
