@@ -662,3 +662,14 @@ def test_wrong_flags_end_with_code_2_and_everything_on_stderr() -> None:
         assert place in result.stderr
     with pytest.raises(click.exceptions.Exit):
         settings_from({"lease": "x"}, environ={})
+
+
+def test_traces_without_opentelemetry_are_a_problem_that_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trio_pdproxy.config.rules._tracing_installed", lambda: False)
+    environ = {"PDPROXY_PREFILL": "http://p", "PDPROXY_DECODE": "http://d"}
+    load_settings(environ=environ)
+    with pytest.raises(ConfigError) as caught:
+        load_settings(environ=environ | {"PDPROXY_OTLP_TRACES_ENDPOINT": "http://c:4318/v1/traces"})
+    ((place, message),) = caught.value.problems
+    assert place == "PDPROXY_OTLP_TRACES_ENDPOINT"
+    assert "trio-pdproxy[otel]" in message

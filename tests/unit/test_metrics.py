@@ -31,6 +31,8 @@ PROMISED = {
     "settled_total": {"reason"},
     "stranded_total": {"engine"},
     "debts": {"engine"},
+    "engine_circuit": {"engine", "role", "state"},
+    "ready": set(),
     "overhead_seconds": set(),
     "num_requests_waiting": set(),
 }

@@ -13,6 +13,9 @@ COMMANDS = {
     "launch": ("trio_pdproxy.cli.launch", "launch", "Start the engines of a script and the proxy in front."),
     "check": ("trio_pdproxy.cli.check", "check", "Say what is wrong with engines, a configuration or a script."),
     "engines": ("trio_pdproxy.cli.engines", "engines", "Prepare real vLLM engines for this machine's CPU."),
+    "bench": ("trio_pdproxy.cli.bench", "bench", "Measure an endpoint, or the legs in sequence against both at once."),
+    "trace": ("trio_pdproxy.cli.trace", "trace", "Draw the last exchanges of a proxy."),
+    "top": ("trio_pdproxy.cli.top", "top", "Watch a proxy's engines and flows."),
     "sim": ("trio_pdproxy.cli.sim", "sim", "Run simulated engines."),
 }
 

@@ -70,11 +70,11 @@ async def _demo(engines: str, bind: str, once: bool, console: Console) -> None:
     from trio_pdproxy.serve import serving
 
     configure("error", "text")
-    async with _open_engines(engines, console) as (prefill, decode, model):
+    async with open_engines(engines, console) as (prefill, decode, model):
         settings = Settings(prefill=[prefill], decode=[decode], bind=bind)
         app = create_app(settings)
         async with serving(app, settings) as url:
-            await _until_ready(app)
+            await until_ready(app)
             console.print(f"[bold]engines[/]   prefill {prefill.url}, decode {decode.url} ({engines})")
             console.print(f"[bold]proxy[/]     {url}\n")
             await _chat(url, model, console)
@@ -87,7 +87,7 @@ async def _demo(engines: str, bind: str, once: bool, console: Console) -> None:
 
 
 @asynccontextmanager
-async def _open_engines(which: str, console: Console) -> AsyncIterator[tuple[EngineSpec, EngineSpec, str]]:
+async def open_engines(which: str, console: Console) -> AsyncIterator[tuple[EngineSpec, EngineSpec, str]]:
     """One prefill and one decode engine, and the name of their model."""
     if which == "sim":
         from trio_pdproxy.sim import SimSettings, open_cluster
@@ -118,7 +118,7 @@ def _spec(engine: _Located) -> EngineSpec:
     return EngineSpec(url=engine.url, side_channel=engine.side_channel)
 
 
-async def _until_ready(app: ProxyApp) -> None:
+async def until_ready(app: ProxyApp) -> None:
     with trio.move_on_after(READY_TIMEOUT):
         while app.missing():  # noqa: ASYNC110  readiness is many engines' state, it sets no event
             await trio.sleep(0.02)

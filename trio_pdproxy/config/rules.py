@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from trio_pdproxy.config.engine import ROLES, EngineSpec, Role
@@ -57,6 +58,9 @@ def contradictions(
     for role in ROLES:
         if not engines[role] and role not in wrong:
             yield Problem((role,), _how_to_give(role), between=True)
+    if settings.otlp_traces_endpoint is not None and not _tracing_installed():
+        why = "traces need OpenTelemetry, which is not installed: pip install 'trio-pdproxy[otel]'"
+        yield Problem(("otlp_traces_endpoint",), why)
     for order in ORDERS:
         small, large = getattr(settings, order.small), getattr(settings, order.large)
         if wrong & {order.small, order.large} or small < large or (order.equal and small == large):
@@ -143,3 +147,10 @@ def _how_to_give(role: Role) -> str:
         f"no {role} engine: give one with --{role} {url}, with PDPROXY_{role.upper()}={url}, "
         f"or in the configuration file as `{role}: [{{url: '{url}'}}]`"
     )
+
+
+def _tracing_installed() -> bool:
+    try:
+        return find_spec("opentelemetry.exporter.otlp.proto.http") is not None
+    except ModuleNotFoundError:  # not even the packages above it
+        return False

@@ -275,6 +275,29 @@ class Settings(BaseModel):
         "nowhere. Link-local addresses never are.",
         json_schema_extra={"shown_default": "nowhere"},
     )
+    legs: Annotated[Literal["concurrent", "serial"], v.Lower] = Field(
+        default="concurrent",
+        description="serial sends the decode leg only when prefill has answered. For measuring what the other way "
+        "gains (`trio-pdproxy bench --compare`), and for nothing else.",
+    )
+    timelines: v.Count = Field(
+        default=256,
+        ge=0,
+        le=100_000,
+        description="How many of the last exchanges are kept in memory for `trio-pdproxy trace`: 2 to 4 KiB each. They "
+        "hold instants and engines' names, never a prompt.",
+    )
+    expose_timelines: bool = Field(
+        default=False,
+        description="Serve them (GET /timelines) to clients too, and not only on the admin listener. They show who "
+        "asked when (request ids) and your engines' names.",
+    )
+    otlp_traces_endpoint: Annotated[str | None, Field(pattern=r"\Ahttps?://\S+\z")] = Field(
+        default=None,
+        description="Send OpenTelemetry traces there (OTLP over HTTP, for example http://collector:4318/v1/traces). "
+        "Needs the extra [otel]; sampler, service name and the like come from OpenTelemetry's own OTEL_* variables.",
+        json_schema_extra={"shown_default": "off"},
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], v.Lower] = Field(
         default="info", description="The least severe log records that are written."
     )

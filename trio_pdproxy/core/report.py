@@ -6,9 +6,14 @@ Whoever measures, logs or draws reads reports; the exchange knows none of them.
 
 from __future__ import annotations
 
+from array import array
 from dataclasses import dataclass, field
 
+from trio_pdproxy.core.trace import TraceContext
 from trio_pdproxy.core.verdict import Debt, Decode, Prefill
+
+PIECES = 128
+"""Instants of an answer's pieces that a report keeps (an even number): of longer answers every second, fourth, ..."""
 
 
 @dataclass(slots=True)
@@ -45,6 +50,12 @@ class DispatchReport:
     rescue: str | None = None
     """Why the prefill leg was sent again: the outcome that made it necessary, or `lapsed`."""
     rescue_paid: bool | None = None
+    rescued: float | None = None
+    """The second prefill leg was asked for."""
+    settled_at: float | None = None
+    """Both legs have ended, and the debt is paid, stranded, or was none."""
+    prompt_tokens: int | None = None
+    """As the prefill engine counted them."""
     reason: str | None = None
     """What went wrong in words, for the log."""
 
@@ -88,4 +99,20 @@ class Report:
     cached_tokens: int | None = None
     """Of the prompt's: found in prefill's cache."""
     completion_tokens: int | None = None
+    pieces: array[float] = field(default_factory=lambda: array("d"))
+    """When: of every `stride`-th, the first one included; never more than `PIECES`."""
+    stride: int = 1
+    trace: TraceContext | None = None
+    """None where nobody traces."""
     dispatches: list[DispatchReport] = field(default_factory=list)
+
+    def handed(self, now: float) -> None:
+        """One more piece of the answer is handed to the client."""
+        if self.first_byte is None:
+            self.first_byte = now
+        if self.events % self.stride == 0:
+            if len(self.pieces) == PIECES:
+                del self.pieces[1::2]
+                self.stride *= 2
+            self.pieces.append(now)
+        self.events += 1

@@ -13,7 +13,7 @@ import httpx
 import trio
 
 from trio_pdproxy.engines.connections import Connections, Dial, Origin
-from trio_pdproxy.engines.wire import BrokenError, Connection, Head, RefusedError, request_bytes
+from trio_pdproxy.engines.wire import BrokenError, Connection, EngineError, Head, RefusedError, request_bytes
 
 # Hop-by-hop, or written by `request_bytes` itself.
 _OURS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connection"})
@@ -140,3 +140,13 @@ def open_client(
         follow_redirects=False,
         headers=headers,
     )
+
+
+async def fetch(base_url: str, path: str, *, token: str | None = None, within: float) -> tuple[int, bytes]:
+    """One GET, read to its end: status and body. `within`: seconds for each of its steps. Raises `EngineError`."""
+    async with open_client(base_url.rstrip("/"), timeout=within) as client:
+        try:
+            response = await client.get(path, headers={"authorization": f"Bearer {token}"} if token else None)
+        except httpx.HTTPError as error:
+            raise EngineError(str(error)) from None
+    return response.status_code, response.content

@@ -162,8 +162,8 @@ class Dispatch:
             if (connection := await self._take_decode()) is not None:
                 await self._send_decode(connection, self._request(self.decode, self.plan.alone_body()))
             return
-        if self.pull:
-            await self._open_pull(self.prefill)
+        if self.pull or self._settings.legs == "serial":
+            await self._open_serial(self.prefill)
             return
         prefill, decode = await self._take_prefill(), None
         try:
@@ -188,9 +188,10 @@ class Dispatch:
             if decode is not None:
                 await self.decode.connections.close(decode)  # noqa: ASYNC102
 
-    async def _open_pull(self, engine: Engine) -> None:
-        """The legs one after the other, for engines in pull mode: the decode engine is handed what the prefill engine
-        says, and fetches. It holds nothing before that, so nothing is owed to it: whoever leaves ends both legs."""
+    async def _open_serial(self, engine: Engine) -> None:
+        """The legs one after the other, for engines in pull mode (and for measurements of the other way): the decode
+        engine is handed what the prefill engine says, and fetches; or it registers, and the prefill engine pushes what
+        it has kept. It holds nothing before that, so nothing is owed to it: whoever leaves ends both legs."""
         connection = await self._take_prefill()
         if connection is None:
             return
@@ -203,11 +204,18 @@ class Dispatch:
         self._return_prefill()
         if scope.cancelled_caught:
             self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
-        if self._prefill is not Prefill.OK or self._transfer_params is None:
+        if self._prefill is not Prefill.OK:
+            return
+        if not self.pull:
+            assert self._coordinates is not None
+            body = self.plan.decode_body(self.id, self._coordinates)
+        elif self._transfer_params is not None:
+            body = self.plan.pull_body(self._transfer_params)
+        else:
             return
         # At once: the engine keeps the blocks for its lease only, and what is fetched after that may be another's.
         if (decode := await self._take_decode()) is not None:
-            await self._send_decode(decode, self._request(self.decode, self.plan.pull_body(self._transfer_params)))
+            await self._send_decode(decode, self._request(self.decode, body))
 
     async def _take_prefill(self) -> Connection | None:
         assert self.prefill is not None
@@ -294,7 +302,7 @@ class Dispatch:
             (b"host", engine.host_header),
             (b"content-type", b"application/json"),
             (b"x-request-id", self.id.encode()),
-            *self.plan.headers,
+            *self.plan.leg_headers(self.id, engine.role),
         ]
         if engine.rank is not None:
             headers.append((b"x-data-parallel-rank", str(engine.rank).encode()))
@@ -455,6 +463,7 @@ class Dispatch:
         if debt in (Debt.CARRY, Debt.RESCUE):
             debt = Debt.STRANDED  # only a fault of ours ends the back early, and it must not hide a debt
         self.report.debt = debt
+        self.report.settled_at = trio.current_time()
         if self._owed:
             self.decode.debts -= 1
         if debt is Debt.STRANDED:
@@ -552,6 +561,7 @@ class Dispatch:
         if outcome is Prefill.OK:
             self.prefill.succeeded()
             self.prefill_said = read_prefill_answer(self.plan.api, answer.body)
+            self.report.prompt_tokens = self.prefill_said.prompt_tokens
             if self.pull:
                 self._transfer_params = transfer_params_in(answer.body)
             else:
@@ -604,6 +614,7 @@ class Dispatch:
         assert self.prefill is not None
         self._rescued, self._verdict = True, None
         self.report.rescue = why
+        self.report.rescued = trio.current_time()
         self._move(prefill=Prefill.PENDING)
         try:
             connection = await self.prefill.connections.take(fresh=True)

@@ -243,7 +243,7 @@ class _Exchange:
                 if api.mark in block:
                     block = await self._shown(block, dispatch)
                 last = block
-                self._count(now)
+                self.report.handed(now)
                 if not self.sink.write_now(block):
                     dispatch.blocked_since = now
                     scope.deadline = now + settings.write_timeout
@@ -350,13 +350,8 @@ class _Exchange:
         await self.sink.start(status, [*headers, (b"x-request-id", self.report.request_id.encode())])
 
     async def _write(self, block: bytes) -> None:
-        self._count(trio.current_time())
+        self.report.handed(trio.current_time())
         await self.sink.write(block)
-
-    def _count(self, now: float) -> None:
-        self.report.events += 1
-        if self.report.first_byte is None:
-            self.report.first_byte = now
 
     async def _finish(self, dispatch: Dispatch) -> None:
         """The clean end, at once: whatever is left of the prefill leg, the client does not wait for it."""

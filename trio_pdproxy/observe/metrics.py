@@ -16,8 +16,10 @@ from itertools import product
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
 
+from trio_pdproxy.core.health import Circuit
 from trio_pdproxy.core.report import DispatchReport, LegReport, Report
 from trio_pdproxy.core.verdict import Debt, Decode, Prefill
 
@@ -81,18 +83,20 @@ class EngineState:
     debts: int = 0
     stranded: int = 0
     """Since the start; never smaller than at the scrape before."""
+    circuit: str = Circuit.CLOSED.value
 
 
 class Metrics:
     """The metrics of one app. It has a registry of its own: several apps in one process do not meet.
 
-    `engines` and `waiting` (requests in the queue) are called at each `render`, in its thread.
+    `engines`, `waiting` (requests in the queue) and `ready` are called at each `render`, in its thread.
     """
 
     def __init__(
         self,
         engines: Callable[[], Iterable[EngineState]] = tuple,
         waiting: Callable[[], int] = int,
+        ready: Callable[[], bool] = bool,
     ) -> None:
         self.registry = CollectorRegistry()
         self._requests = self._counter(
@@ -155,7 +159,7 @@ class Metrics:
             ((reason,) for reason in (*SETTLED, OTHER)),
         )
         self._routes: dict[str, dict[str, Counter]] = {}
-        self.registry.register(_Now(engines, waiting))
+        self.registry.register(_Now(engines, waiting, ready))
 
     # -- what has happened -----------------------------------------------------------------------
 
@@ -225,6 +229,40 @@ class Metrics:
         return Histogram(f"pdproxy_{name}", text, labels, buckets=buckets, registry=self.registry)
 
 
+# What is true of the proxy only where it is true in each of its workers; everything else adds up.
+_IN_EACH = frozenset({"pdproxy_engine_up", "pdproxy_ready"})
+_IN_ANY = frozenset({"pdproxy_engine_circuit"})
+
+
+def merged(texts: Iterable[bytes]) -> bytes:
+    """The text of /metrics for several workers of one proxy, from the texts of each."""
+    texts = list(texts)
+    if len(texts) == 1:
+        return texts[0]
+    families: dict[str, Metric] = {}
+    values: dict[str, dict[tuple[str, tuple[tuple[str, str], ...]], float]] = {}
+    for text in texts:
+        for family in text_string_to_metric_families(text.decode()):
+            families.setdefault(family.name, Metric(family.name, family.documentation, family.type))
+            add = min if family.name in _IN_EACH else max if family.name in _IN_ANY else float.__add__
+            known = values.setdefault(family.name, {})
+            for sample in family.samples:
+                key = sample.name, tuple(sample.labels.items())
+                known[key] = add(known[key], float(sample.value)) if key in known else float(sample.value)
+    for name, family in families.items():
+        for (sample_name, labels), value in values[name].items():
+            family.add_sample(sample_name, dict(labels), value)
+    return generate_latest(_Families(list(families.values())))
+
+
+class _Families(Collector):
+    def __init__(self, families: list[Metric]) -> None:
+        self._families = families
+
+    def collect(self) -> list[Metric]:
+        return self._families
+
+
 class _Children:
     """A counter's children by their labels: looking one up in prometheus_client takes longer than counting."""
 
@@ -262,9 +300,15 @@ def _result(dispatch: DispatchReport) -> str:
 class _Now(Collector):
     """The state of the pool, asked for at each scrape."""
 
-    def __init__(self, engines: Callable[[], Iterable[EngineState]], waiting: Callable[[], int]) -> None:
+    def __init__(
+        self,
+        engines: Callable[[], Iterable[EngineState]],
+        waiting: Callable[[], int],
+        ready: Callable[[], bool],
+    ) -> None:
         self._engines = engines
         self._waiting = waiting
+        self._ready = ready
 
     def collect(self) -> Iterator[Metric]:
         inflight = GaugeMetricFamily(
@@ -273,6 +317,11 @@ class _Now(Collector):
             labels=("leg", "engine"),
         )
         up = GaugeMetricFamily("pdproxy_engine_up", "1 while an engine gets requests.", labels=("engine", "role"))
+        circuit = GaugeMetricFamily(
+            "pdproxy_engine_circuit",
+            "1 for the state of an engine's circuit breaker: closed (it gets requests), open (none), half_open (one).",
+            labels=("engine", "role", "state"),
+        )
         debts = GaugeMetricFamily(
             "pdproxy_debts",
             "Dispatches whose KV blocks on this decode engine wait for a push that no client waits for.",
@@ -286,10 +335,13 @@ class _Now(Collector):
         for engine in self._engines():
             inflight.add_metric((engine.role, engine.name), engine.inflight)
             up.add_metric((engine.name, engine.role), engine.up)
+            for state in Circuit:
+                circuit.add_metric((engine.name, engine.role, state.value), state.value == engine.circuit)
             if engine.role == "decode":
                 debts.add_metric((engine.name,), engine.debts)
                 stranded.add_metric((engine.name,), engine.stranded)
-        yield from (inflight, up, debts, stranded)
+        yield from (inflight, up, circuit, debts, stranded)
+        yield GaugeMetricFamily("pdproxy_ready", "1 while a pair of engines is usable.", value=self._ready())
         yield GaugeMetricFamily(
             "pdproxy_num_requests_waiting", "Requests in the queue for a place at a pair.", value=self._waiting()
         )

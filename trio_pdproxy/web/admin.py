@@ -4,6 +4,7 @@ GET /engines                    what there is (as in /status)
 POST /engines                   {"role": "decode", "engine": "http://10.0.0.3:8200;name=d3"}
 POST /engines/NAME/drain        no new requests for it; what it has in hand may finish
 DELETE /engines/NAME            drain, then forget: answered at once (202), done when nothing is in hand
+GET /timelines[?last=N]         the last exchanges, for `trio-pdproxy trace`
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trio_pdproxy.config import EngineSpec, Settings
 from trio_pdproxy.core.errors import Fault, ProxyError, bad_request
 from trio_pdproxy.core.reach import NotAllowedError, check_host
 from trio_pdproxy.engines.engine import Engine
+from trio_pdproxy.web.routes import timelines_response
 
 if TYPE_CHECKING:
     from trio_pdproxy.web.app import ProxyApp
@@ -85,6 +87,10 @@ def create_admin_app(app: ProxyApp, settings: Settings) -> QuartTrio:
         # In the app's own nursery: the removal outlives this request, and ends with the app at the latest.
         app.nursery.start_soon(app.pool.remove, name)
         return _json({"engines": [engine.status() for engine in draining]}, 202)
+
+    @admin.get("/timelines")
+    async def timelines() -> Response:
+        return await timelines_response(app)
 
     return admin
 

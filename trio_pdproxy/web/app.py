@@ -2,33 +2,43 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+import msgspec
 import trio
 from quart_trio import QuartTrio
 
 from trio_pdproxy.config import Settings, engine_context, load_settings
 from trio_pdproxy.core.errors import Fault, ProxyError
+from trio_pdproxy.core.plan import Plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
-from trio_pdproxy.observe.metrics import EngineState, Metrics
+from trio_pdproxy.observe.metrics import CONTENT_TYPE, EngineState, Metrics, merged
+from trio_pdproxy.observe.timeline import Timeline, Timelines, read_timelines, timelines_of
 from trio_pdproxy.web.auth import Gate
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
 from trio_pdproxy.web.routes import routes
+from trio_pdproxy.web.siblings import Siblings, find_siblings
+
+if TYPE_CHECKING:
+    from trio_pdproxy.observe.tracing import Tracing
+
+log = logging.getLogger("trio_pdproxy.web")
 
 Watched = tuple[Path, Callable[[], Settings]]
-
-RECENT = 256
-"""Reports kept in memory: about 2 KiB each."""
 
 
 class ProxyApp(QuartTrio):
@@ -68,7 +78,13 @@ class ProxyApp(QuartTrio):
         self.gate: Gate | None = None
         """Who may ask; there from lifespan startup on."""
         self.started = trio.Event()
-        self.metrics = Metrics(self._engine_states, lambda: self.pool.waiting if self._configured else 0)
+        self.metrics = Metrics(
+            self._engine_states,
+            lambda: self.pool.waiting if self._configured else 0,
+            lambda: not self.missing(),
+        )
+        self.tracing: Tracing | None = None
+        self.siblings: Siblings | None = None
         self.quiescing = False
         """Asked to stop: running requests go on, /ready says 503."""
         self.failure: str | None = None
@@ -77,8 +93,8 @@ class ProxyApp(QuartTrio):
         self.started_at = 0.0
         self.active = 0
         """Relay requests in hand, debts they left included."""
-        self.recent: deque[Report] = deque(maxlen=RECENT)
-        """The last exchanges, newest last."""
+        self.recent: deque[Report] = deque(maxlen=256)
+        """The last exchanges, newest last; as many as the setting `timelines` says."""
         self.register_blueprint(routes)
 
     def configure(self, environ: Mapping[str, str]) -> None:
@@ -89,6 +105,7 @@ class ProxyApp(QuartTrio):
         if self._given is None:
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
+        self.recent = deque(self.recent, maxlen=self.settings.timelines)
         self.gate = Gate(self.settings)
         self.pool = Pool(
             self.settings,
@@ -96,6 +113,13 @@ class ProxyApp(QuartTrio):
             dial=self._dial,
             ssl_context=self._ssl_context or engine_context(self.settings),
         )
+        self.tracing = _tracing(self.settings)
+        if self._given is None:
+            # One of several workers, maybe, of a server's own command.
+            answers = {"metrics": lambda: self.metrics.render()[0], "timelines": self.timelines}
+            self.siblings = find_siblings(self.settings, answers)
+        if self.settings.legs == "serial":
+            log.warning("legs: serial is for measurements only: each answer waits for the whole prefill leg")
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True
@@ -119,7 +143,32 @@ class ProxyApp(QuartTrio):
             report.ended = trio.current_time()
         self.recent.append(report)
         self.metrics.observe(report)
+        if self.tracing is not None:
+            self.tracing.observe(report, _wall())
         log_exchange(report)
+
+    def timelines(self) -> bytes:
+        """The last exchanges of this process as JSON, oldest first."""
+        return msgspec.json.encode(Timelines(timelines_of(self.recent, _wall())))
+
+    async def all_timelines(self, last: int | None = None) -> bytes:
+        """The last exchanges (the last `last` of them), those of all workers. Raises `ProxyError` (503)."""
+        answers = await self.siblings.ask("timelines") if self.siblings else [self.timelines()]
+        lines = sorted((line for answer in answers for line in read_timelines(answer)), key=_arrival)
+        return msgspec.json.encode(Timelines(lines[-last:] if last and last > 0 else lines))
+
+    async def metrics_text(self) -> tuple[bytes, str]:
+        """What Prometheus is told, of all workers, and its content type. Raises `ProxyError` (503)."""
+        if self.siblings is None:
+            return self.metrics.render()
+        return merged(await self.siblings.ask("metrics")), CONTENT_TYPE
+
+    def traced(self, plan: Plan, report: Report, headers: Iterable[tuple[bytes, bytes]]) -> Plan:
+        """The plan as a part of a trace, where there is tracing."""
+        if self.tracing is None:
+            return plan
+        report.trace = self.tracing.begin(plan, headers)
+        return plan.traced(report.trace)
 
     def missing(self) -> list[str]:
         """Why the proxy is not ready, one sentence each; empty if it is."""
@@ -132,6 +181,8 @@ class ProxyApp(QuartTrio):
         return {
             "version": version("trio-pdproxy"),
             "uptime": trio.current_time() - self.started_at,
+            "pid": os.getpid(),
+            "workers": self.siblings.count if self.siblings else 1,
             "ready": not self.missing(),
             "missing": self.missing(),
             "policy": {"prefill": self.settings.prefill_policy, "decode": self.settings.decode_policy},
@@ -151,7 +202,25 @@ class ProxyApp(QuartTrio):
                 inflight=engine.inflight,
                 debts=engine.debts,
                 stranded=engine.stranded,
+                circuit=engine.breaker.circuit.value,
             )
+
+
+def _tracing(settings: Settings) -> Tracing | None:
+    if settings.otlp_traces_endpoint is None:
+        return None
+    from trio_pdproxy.observe.tracing import Tracing  # the extra [otel]: only where it is asked for
+
+    return Tracing(settings.otlp_traces_endpoint)
+
+
+def _wall() -> float:
+    """What to add to trio's clock to get seconds since 1970."""
+    return time.time() - trio.current_time()
+
+
+def _arrival(line: Timeline) -> float:
+    return line.at
 
 
 def create_app(

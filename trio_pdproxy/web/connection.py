@@ -113,6 +113,7 @@ class ProxyConnection(TrioASGIHTTPConnection):
         except _GoneError:
             report.outcome = "disconnect"
             return
+        plan = self.app.traced(plan, report, self.scope["headers"])
         report.planned = trio.current_time()
         offered: Direct | None = self.scope["extensions"].get(EXTENSION)  # type: ignore[assignment]  # not a dict
         sink = AsgiSink(send, offered)

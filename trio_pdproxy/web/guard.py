@@ -22,6 +22,7 @@ ROUTES: dict[bytes, tuple[str, ...]] = {
     b"/ready": ("GET", "HEAD"),
     b"/status": ("GET", "HEAD"),
     b"/metrics": ("GET", "HEAD"),
+    b"/timelines": ("GET", "HEAD"),
 }
 
 SLOWEST_UPLOAD = 1024
@@ -46,17 +47,22 @@ def check(scope: HTTPScope) -> None:
         raise bad_request("the request target must be a path", code="bad_target")
     methods = ROUTES.get(path)
     if methods is None:
-        raise ProxyError(
-            f"there is nothing at {path.decode('ascii', 'replace')[:200]}",
-            status=404,
-            fault=Fault.CLIENT,
-            code="not_found",
-        )
+        raise nothing_at(path)
     if scope["method"] not in methods:
         raise MethodError(methods)
     if path.decode() in APIS and scope["http_version"] not in ("1.0", "1.1"):
         # A stream that breaks has no end in HTTP/2 as this server speaks it: its client would wait for ever.
         raise ProxyError("use HTTP/1.1 here", status=505, fault=Fault.CLIENT, code="http_version")
+
+
+def nothing_at(path: bytes) -> ProxyError:
+    """404."""
+    return ProxyError(
+        f"there is nothing at {path.decode('ascii', 'replace')[:200]}",
+        status=404,
+        fault=Fault.CLIENT,
+        code="not_found",
+    )
 
 
 class MethodError(ProxyError):

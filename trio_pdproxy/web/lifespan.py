@@ -24,6 +24,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("trio_pdproxy.web")
 
+LAST_SPANS = 3.0
+"""Seconds for the traces that have not been sent yet, at shutdown."""
+
 
 class Lifespan:
     def __init__(self, app: ProxyApp, scope: LifespanScope) -> None:
@@ -42,6 +45,8 @@ class Lifespan:
             async with trio.open_nursery() as nursery:
                 self.app.nursery = nursery
                 nursery.start_soon(self.app.pool.run)
+                if self.app.siblings is not None:
+                    await nursery.start(self.app.siblings.run)
                 if self.app.watched is not None:
                     nursery.start_soon(watch_file, self.app.pool, *self.app.watched)
                 if self.app.gate is not None and self.app.settings.client_keys_file is not None:
@@ -62,4 +67,7 @@ class Lifespan:
             return
         if self.app.failure is not None:
             await receive()  # still to come: the server stops when it is told to
+        if self.app.tracing is not None:
+            with trio.move_on_after(LAST_SPANS):
+                await trio.to_thread.run_sync(self.app.tracing.shutdown, abandon_on_cancel=True)
         await send({"type": "lifespan.shutdown.complete"})

@@ -10,6 +10,7 @@ from quart import Blueprint, Response, current_app, request
 
 from trio_pdproxy.core.errors import ProxyError
 from trio_pdproxy.engines.wire import EngineError
+from trio_pdproxy.web.guard import nothing_at
 
 if TYPE_CHECKING:
     from trio_pdproxy.engines.engine import Engine
@@ -49,8 +50,32 @@ async def status() -> Response:
 
 @routes.get("/metrics")
 async def metrics() -> Response:
-    text, content_type = _app().metrics.render()
+    try:
+        text, content_type = await _app().metrics_text()
+    except ProxyError as error:
+        return _failed(error)
     return Response(text, content_type=content_type)
+
+
+@routes.get("/timelines")
+async def timelines() -> Response:
+    """The last exchanges. On the admin listener always, here only where `expose_timelines` says so."""
+    app = _app()
+    if not (app.started.is_set() and app.settings.expose_timelines):
+        return _failed(nothing_at(b"/timelines"))
+    return await timelines_response(app)
+
+
+async def timelines_response(app: ProxyApp) -> Response:
+    """`?last=N`: the last N of them."""
+    try:
+        return Response(await app.all_timelines(request.args.get("last", type=int)), content_type="application/json")
+    except ProxyError as error:
+        return _failed(error)
+
+
+def _failed(error: ProxyError) -> Response:
+    return Response(error.body(), status=error.status, headers=_text(error.headers()))
 
 
 @routes.get("/v1/models")
@@ -59,7 +84,7 @@ async def models() -> Response:
     app = _app()
     pool = app.usable_pool()
     if pool is None:
-        return _error(app.not_serving())
+        return _failed(app.not_serving())
     found: dict[str, dict[str, Any]] = {}
     refusals: dict[str, Response] = {}
     headers = _credentials(app)
@@ -83,7 +108,7 @@ async def models() -> Response:
                 nursery.start_soon(ask, engine)
     if found:
         return _json({"object": "list", "data": [found[name] for name in sorted(found)]})
-    return refusals[min(refusals)] if refusals else _error(pool.unavailable(pair=False))
+    return refusals[min(refusals)] if refusals else _failed(pool.unavailable(pair=False))
 
 
 def _credentials(app: ProxyApp) -> dict[str, str] | None:
@@ -92,10 +117,6 @@ def _credentials(app: ProxyApp) -> dict[str, str] | None:
         return None
     given = request.headers.get("Authorization", "")
     return {"authorization": given if given.isascii() else ""}
-
-
-def _error(error: ProxyError) -> Response:
-    return Response(error.body(), status=error.status, headers=_text(error.headers()))
 
 
 class _Models(msgspec.Struct):

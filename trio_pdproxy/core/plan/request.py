@@ -26,6 +26,7 @@ from trio_pdproxy.core.plan.members import (
     read_members,
 )
 from trio_pdproxy.core.routing import AFFINITY_BYTES
+from trio_pdproxy.core.trace import TraceContext
 
 
 class Kind(Enum):
@@ -87,12 +88,25 @@ class Plan:
     """Headers of the client's that go to both engines."""
     session: bytes | None = field(default=None, repr=False)
     """The client's session header."""
+    trace: TraceContext | None = None
+    """Where the request stands in a trace of ours; then `headers` hold no traceparent of the client's."""
 
     @property
     def prefix(self) -> bytes:
         """The prompt's beginning, as it stands in the request: what routing by prefix goes by."""
         prompt = self.members.get(self.api.needs[0]) if self.api.needs else None
         return b"" if prompt is None else bytes(memoryview(prompt)[:AFFINITY_BYTES])
+
+    def leg_headers(self, dispatch_id: str, role: str) -> tuple[tuple[bytes, bytes], ...]:
+        """The headers of the client's, and the trace's, that go to the `role` engine of a dispatch."""
+        if self.trace is None:
+            return self.headers
+        return (*self.headers, (b"traceparent", self.trace.traceparent(dispatch_id, role)))
+
+    def traced(self, trace: TraceContext) -> Plan:
+        """The same request as a part of our trace instead of the client's."""
+        headers = tuple(pair for pair in self.headers if pair[0] != b"traceparent")
+        return replace(self, trace=trace, headers=headers)
 
     def alone(self, reason: str) -> Plan:
         """The same request for a decode engine alone."""
