@@ -17,6 +17,7 @@ from trio_pdproxy.core.errors import Fault, ProxyError
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel
+from trio_pdproxy.engines.discovery import Follower, followers
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
 from trio_pdproxy.observe.metrics import EngineState, Metrics
@@ -42,6 +43,8 @@ class ProxyApp(QuartTrio):
     asgi_lifespan_class = Lifespan  # type: ignore[assignment]
     settings: Settings
     pool: Pool
+    followers: list[Follower]
+    """Of each source that engines are found in while serving, who brings the pool to what it says."""
 
     def __init__(
         self,
@@ -87,6 +90,7 @@ class ProxyApp(QuartTrio):
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
         self.pool = Pool(self.settings, side_channel=self._side_channel, dial=self._dial, ssl_context=self._ssl_context)
+        self.followers = followers(self.pool, self.watched)
         self.started_at = trio.current_time()
         self.failure = None
         self._configured = True
@@ -128,6 +132,7 @@ class ProxyApp(QuartTrio):
             "policy": {"prefill": self.settings.prefill_policy, "decode": self.settings.decode_policy},
             "active": self.active,
             "waiting": self.pool.waiting,
+            "discovery": [follower.status() for follower in self.followers],
             "engines": [engine.status() for engine in self.pool.engines],
         }
 

@@ -15,7 +15,6 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, LifespanScop
 
 from trio_pdproxy.config import ConfigError
 from trio_pdproxy.core.errors import only
-from trio_pdproxy.engines.discovery.file import watch_file
 from trio_pdproxy.exchange import keep_warm
 
 if TYPE_CHECKING:
@@ -41,8 +40,8 @@ class Lifespan:
             async with trio.open_nursery() as nursery:
                 self.app.nursery = nursery
                 nursery.start_soon(self.app.pool.run)
-                if self.app.watched is not None:
-                    nursery.start_soon(watch_file, self.app.pool, *self.app.watched)
+                for follower in self.app.followers:
+                    nursery.start_soon(follower.run)
                 if self.app.settings.warm_up:
                     nursery.start_soon(keep_warm, self.app.pool)
                 await self.app.startup()
