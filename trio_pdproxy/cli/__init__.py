@@ -11,6 +11,7 @@ COMMANDS = {
     "serve": ("trio_pdproxy.cli.serve", "serve", "Serve the proxy."),
     "demo": ("trio_pdproxy.cli.demo", "demo", "Start one prefill and one decode engine and send a chat through."),
     "engines": ("trio_pdproxy.cli.engines", "engines", "Prepare real vLLM engines for this machine's CPU."),
+    "render": ("trio_pdproxy.cli.render", "render", "Write Kubernetes manifests."),
     "sim": ("trio_pdproxy.cli.sim", "sim", "Run simulated engines."),
 }
 
