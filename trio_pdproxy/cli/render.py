@@ -102,3 +102,19 @@ def k8s(config: Path | None, output: Path | None, **params: object) -> None:
     for name, content in written.items():
         (output / name).write_text(content, encoding="utf-8")
     click.echo(f"{len(written)} files in {output}: kubectl apply -k {output}", err=True)
+
+
+@render.command()
+def configuration() -> None:
+    """The reference of all settings, as Markdown (docs/configuration.md)."""
+    from trio_pdproxy.render.reference import configuration
+
+    click.echo(configuration(), nl=False)
+
+
+@render.command()
+def request() -> None:
+    """What becomes of a request, from the verdict's tables: a mermaid diagram and a table (in docs/design.md)."""
+    from trio_pdproxy.render.reference import request
+
+    click.echo(request(), nl=False)
