@@ -34,7 +34,7 @@ class Engines:
         self._scopes: dict[str, trio.CancelScope] = {}
         self.all: dict[str, SimEngine] = {}
 
-    async def start(self, name: str, role: Role) -> SimEngine:
+    async def start(self, name: str, role: Role, *, port: int = HTTP_PORT, side_port: int = SIDE_PORT) -> SimEngine:
         number = next(_hosts)
         engine = SimEngine(
             role,
@@ -42,8 +42,8 @@ class Engines:
             settings=self._settings,
             fabric=self._fabric,
             host=f"127.0.{1 + number // 250}.{1 + number % 250}",
-            port=HTTP_PORT,
-            side_port=SIDE_PORT,
+            port=port,
+            side_port=side_port,
         )
         await self._nursery.start(self._serve, engine)
         self.all[name] = engine
