@@ -118,6 +118,17 @@ async def test_engines_of_headless_services_come_and_go_under_load_and_no_reques
         nursery.cancel_scope.cancel()
 
 
+async def test_ready_says_that_dns_does_not_answer() -> None:
+    async with proxied(
+        discovery="dns", prefill_dns="p.llm:80", decode_dns="d.llm:80", dns_server=f"127.0.0.1:{free_port()}"
+    ) as (app, client):
+        await until(lambda: app.followers[0].source.trouble, 15)
+        ready = await client.get("/ready")
+    assert ready.status_code == 503
+    assert "dns: " in ready.text
+    assert "there is none" in ready.text
+
+
 @needs_dnsmasq
 async def test_address_records_and_many_of_them(tmp_path: Path) -> None:
     async with name_server(tmp_path) as dns:

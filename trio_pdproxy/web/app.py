@@ -120,7 +120,11 @@ class ProxyApp(QuartTrio):
         """Why the proxy is not ready, one sentence each; empty if it is."""
         if self.usable_pool() is None:
             return [self.not_serving().message]
-        return self.pool.missing()
+        missing = self.pool.missing()
+        if missing:
+            # What is not found may be missing because whoever should name it does not answer.
+            missing += [f"{f.source.name}: {f.source.trouble}" for f in self.followers if f.source.trouble]
+        return missing
 
     def status(self) -> dict[str, object]:
         """For /status."""

@@ -39,6 +39,7 @@ class Follower:
         self._wanted: Mapping[str, _Member] = dict(self._have)
         self._news = trio.Event()
         self._busy: set[str] = set()
+        self._refused: dict[str, str] = {}
         self._nursery: trio.Nursery | None = None
         self._told = bool(self._have)
 
@@ -95,8 +96,11 @@ class Follower:
         try:
             self._pool.add(*wanted)
         except ValueError as error:
-            log.warning("%s: engine %s is not added yet: %s", self.source.name, name, error)
+            if self._refused.get(name) != str(error):
+                log.warning("%s: engine %s is not added yet: %s", self.source.name, name, error)
+            self._refused[name] = str(error)
             return False
+        self._refused.pop(name, None)
         self._have[name] = wanted
         return True
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Protocol
 
 from trio_pdproxy.config import EngineSpec, Role
@@ -48,9 +49,10 @@ class Source(Protocol):
         ...
 
 
+@lru_cache(maxsize=4096)
 def may_be_an_engine(address: str) -> bool:
     """Whether an engine can be at this IP address: never at a link-local one, which is where clouds keep their
-    metadata, nor at one that is no host's. Others are logged."""
+    metadata, nor at one that is no host's. Such a one is logged, once."""
     try:
         check_host(address, [address], _ANYWHERE)
     except NotAllowedError as error:
