@@ -23,7 +23,7 @@ async def test_eight_engines_are_replaced_one_by_one_behind_two_proxies_and_no_r
                     names += [f"p{number}", f"d{number}"]
                 for app in (one, two):
                     await until_usable(app, *names, seconds=30)
-                async with load(client_one, client_two, each=3) as seen:
+                async with load(client_one, client_two, each=2) as seen:
                     for name in tuple(names):
                         new = f"{name}-next"
                         await pods.start(new, "prefill" if name.startswith("p") else "decode")
