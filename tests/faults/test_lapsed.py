@@ -32,7 +32,7 @@ async def at_work(monkeypatch: pytest.MonkeyPatch, second: Fault | None, **bound
     async with open_rig(sim=sim, **bounds) as rig, connected(rig.url) as client:
         rig.d.faults.add(Fault("before_head", "slow", after_work=True, until=released))
         await client.send(asked("long work", stream=False))
-        await until(lambda: [leg.how for leg in legs(rig)] == ["ok"], 30, step=0.001)
+        await until(lambda: [leg.how for leg in legs(rig)] == ["complete"], 30, step=0.001)
         if second is not None:
             rig.p.faults.add(second)
         await until(lambda: len(legs(rig)) == 2, 30)

@@ -151,7 +151,8 @@ def living() -> int:
 async def test_hours_of_traffic_in_small(tables: Tables, monkeypatch: pytest.MonkeyPatch) -> None:
     shorten_waits(monkeypatch, reused=False)
     monkeypatch.setattr("trio_pdproxy.engines.connections.KEEPALIVE", 3.0)
-    sim = SimSettings(itl=0.0005)
+    # Each block of a simulated engine remembers what was in it: few, so that all of them have had something early.
+    sim = SimSettings(itl=0.0005, num_blocks=4096)
     bounds: dict[str, Any] = {"health_interval": 3600, "health_timeout": 30, "shutdown_grace": 1}
     async with open_rig(prefill=2, decode=2, sim=sim, **bounds) as rig:
         soak = Soak(rig, random.Random(SEED), ends=trio.current_time() + SECONDS)

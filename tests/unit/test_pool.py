@@ -44,7 +44,7 @@ def make(prefill: int = 1, decode: int = 1, *, cap: int = 1, **more: Any) -> Poo
 
 
 def bring_up(engine: Engine, compatibility: str | None = None) -> None:
-    engine.up = True
+    engine.up = engine.looked = True
     if engine.role == "prefill":
         engine.coordinates = Coordinates(engine.name, *engine.side_channel, tp_size=1)
     if compatibility is not None:
@@ -493,3 +493,51 @@ async def test_it_runs_once_every_engine_was_looked_at_and_closes_its_connection
         await trio.sleep(60)
         nursery.cancel_scope.cancel()
     assert [engine.connections.open for engine in pool.engines] == [0, 0]
+
+
+async def test_who_comes_before_every_engine_was_asked_waits_for_that(autojump_clock: trio.testing.MockClock) -> None:
+    pool = Pool(Settings(prefill=["http://a:1"], decode=["http://b:1"], warm_up=False, queue_timeout=20))
+    async with trio.open_nursery() as nursery:
+        first, second = Request(pool, nursery), Request(pool, nursery, pair=False)
+        await settle()
+        assert first.waiting and second.waiting  # noqa: PT018
+        pool.prefill[0].looked, pool.prefill[0].why = True, "connection refused"
+        pool.changed()
+        await settle()
+        assert first.waiting and second.waiting  # noqa: PT018
+        bring_up(pool.decode[0])
+        pool.changed()
+        await settle()
+        assert first.error is not None
+        assert first.error.status == 503
+        assert "connection refused" in str(first.error)
+        assert second.taken == (pool.decode[0],)
+        nursery.cancel_scope.cancel()
+
+
+async def test_who_waits_for_engines_that_are_never_asked_is_told_so_in_time(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = Pool(Settings(prefill=["http://a:1"], decode=["http://b:1"], queue_timeout=20))
+    begun = trio.current_time()
+    with pytest.raises(ProxyError) as raised:
+        await pool.take(Want(pair=True))
+    assert raised.value.status == 503
+    assert "not asked yet" in str(raised.value)
+    assert trio.current_time() - begun == pytest.approx(20)
+
+
+async def test_who_comes_while_a_pair_has_its_first_transfer_waits_for_that(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = make(warm_up=True)
+    p, d = pool.engines
+    async with trio.open_nursery() as nursery:
+        first, second = Request(pool, nursery), Request(pool, nursery)
+        await settle()
+        assert first.waiting
+        pool.roster.failed_to_warm(p, d)
+        await settle()
+        assert [first.error and first.error.status, second.error and second.error.status] == [503, 503]
+        pool.roster.warmed(p, d)
+        assert await pool.take(Want(pair=True)) == (p, d)

@@ -93,7 +93,7 @@ async def _open_engines(which: str, console: Console) -> AsyncIterator[tuple[Eng
         from trio_pdproxy.sim import SimSettings, open_cluster
 
         # Slow enough to see the two legs side by side, quick enough for many requests.
-        settings = SimSettings(prefill_base=0.001, prefill_per_token=0.0004, itl=0.01)
+        settings = SimSettings(prefill_base=0.001, prefill_per_token=0.0004, itl=0.01, remember=100)
         async with open_cluster(settings=settings) as cluster:
             yield _spec(cluster.prefill[0]), _spec(cluster.decode[0]), cluster.prefill[0].settings.model
         return

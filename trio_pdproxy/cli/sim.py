@@ -62,6 +62,7 @@ def sim(
         prefill_base=prefill_ms / 1000,
         itl=itl_ms / 1000,
         mode=mode,
+        remember=100,
     )
     fabric: Transport = HttpTransport() if kv_over_http else Fabric()
     engines: list[SimEngine] = []

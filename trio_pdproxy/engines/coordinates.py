@@ -37,6 +37,10 @@ class SideChannelError(Exception):
     """The side channel did not answer, or not with what NIXL says."""
 
 
+class SideChannelSilentError(SideChannelError):
+    """It did not answer in time: nobody is there, or its machine is starved just now."""
+
+
 class SideChannel(Protocol):
     """How the side channel is asked; tests put their own here."""
 
@@ -82,7 +86,7 @@ class ZmqSideChannel:
                 socket.send(_QUESTION)
                 frames = socket.recv_multipart()
         except zmq.Again:
-            raise SideChannelError(
+            raise SideChannelSilentError(
                 f"no answer from the side channel {place} within {self._timeout:g} s "
                 "(is it a NIXL engine, and is VLLM_NIXL_SIDE_CHANNEL_HOST set to an address others can reach?)"
             ) from None

@@ -100,6 +100,8 @@ class Engine:
         """Prefill engines: what decode engines are told. None until learned."""
         self.poked = trio.Event()
         """Set to have it looked at now instead of at the next interval."""
+        self.looked = False
+        """It has been asked who it is, whatever came of it."""
         self.misses = 0
         """Probes in a row that it did not answer in time."""
         self.doubts = 0

@@ -16,7 +16,7 @@ import trio
 
 from trio_pdproxy.config import Settings
 from trio_pdproxy.core.plan import Coordinates, Told, told_in
-from trio_pdproxy.engines.coordinates import Meta, SideChannel, SideChannelError
+from trio_pdproxy.engines.coordinates import Meta, SideChannel, SideChannelError, SideChannelSilentError
 from trio_pdproxy.engines.engine import About, Engine
 from trio_pdproxy.engines.wire import EngineError, SilentError
 
@@ -62,6 +62,7 @@ async def watch(
         engine.poked = trio.Event()
         before, identity = engine.usable, _identity(engine.about.meta)
         await look(engine, side_channel)
+        engine.looked = True
         engine.tick()
         if engine.usable != before or not engine.usable or _identity(engine.about.meta) != identity:
             engine.on_change()  # whoever waits for it waits in vain, or no longer
@@ -126,6 +127,8 @@ async def _ask_meta(engine: Engine, side_channel: SideChannel) -> Meta | None:
         return await side_channel.ask(*engine.side_channel)
     except SideChannelError as error:
         if engine.role == "prefill" and engine.spec.engine_id is None:
+            if isinstance(error, SideChannelSilentError):
+                raise SilentError(str(error)) from None
             raise _UnusableError(str(error)) from None
         # A decode engine is used without: only the check that it can pair is lost.
         return None

@@ -150,7 +150,7 @@ class Pool:
         """An engine or a pair has become usable, or is no longer: waiting requests are looked at again."""
         self.roster.refresh()
         for wish, waiters in list(self._queue.items()):
-            if not self.possible(*wish):
+            if not self._may_become_possible(*wish):
                 for waiter in list(waiters):
                     waiter.refused = True
                     self._dequeue(waiter)
@@ -215,13 +215,14 @@ class Pool:
         """A place at a usable pair (or at one decode engine), waiting for it in the queue if need be.
 
         Who takes gives back: `give_back(engine)` for each, once. Raises `ProxyError` 503 where no engine
-        could serve however long one waits, 429 where the queue is full or its deadline has passed.
+        could serve however long one waits, 429 where the queue is full or its deadline has passed. While engines are
+        being asked for the first time who they are, that is not known yet, and one waits.
         """
         self._serve_waiters()
         # Who still waits then waits for something else than what is free: no reason to stand behind it.
         if taken := self._choose(want):
             return taken
-        if not self.possible(want.pair, want.avoid):
+        if not self._may_become_possible(want.pair, want.avoid):
             raise self.unavailable(want.pair)
         if self.waiting >= self.settings.queue_size:
             raise _overloaded("all engines are busy and the queue is full", "queue_full")
@@ -237,7 +238,7 @@ class Pool:
             self._dequeue(waiter)
         if waiter.taken is not None:
             return waiter.taken
-        if waiter.refused:
+        if waiter.refused or not self.possible(want.pair, want.avoid):
             raise self.unavailable(want.pair)
         raise _overloaded(f"no engine became free within {self.settings.queue_timeout:g} s", "queue_timeout")
 
@@ -317,6 +318,10 @@ class Pool:
         if pair:
             return routing.any_pair(self.roster.pairs, avoid)
         return routing.any_one(self.roster.receivers, avoid)
+
+    def _may_become_possible(self, pair: bool, avoid: Collection[str] = ()) -> bool:
+        """Not once an engine has failed this request: the others were known when it was sent."""
+        return self.possible(pair, avoid) or (not avoid and self.roster.learning(pair))
 
     # -- who must not hold engines for ever ------------------------------------------------------
 

@@ -44,6 +44,7 @@ class Roster:
         self.news = trio.Event()
         """Set when `pairs` and `cold` are worked out anew; another one stands here then."""
         self._warm: set[_Warmth] = set()
+        self._failed: set[_Warmth] = set()
         for spec in settings.prefill:
             self.add("prefill", spec)
         for spec in settings.decode:
@@ -79,7 +80,8 @@ class Roster:
         engines = self._of_role(engine.role)
         if engine in engines:
             engines.remove(engine)
-        self._warm = {warmth for warmth in self._warm if engine.name not in (warmth[0], warmth[2])}
+        for known in (self._warm, self._failed):
+            known.difference_update([warmth for warmth in known if engine.name in (warmth[0], warmth[2])])
         self.refresh()
 
     def _of_role(self, role: Role) -> list[Engine]:
@@ -113,6 +115,18 @@ class Roster:
         """This pair has had a transfer, as who they are now."""
         self._warm.add(_warmth(prefill, decode))
         self._changed()
+
+    def failed_to_warm(self, prefill: Engine, decode: Engine) -> None:
+        """A transfer was tried between the two, as who they are now, and did not come about."""
+        self._failed.add(_warmth(prefill, decode))
+        self._changed()
+
+    def learning(self, pair: bool) -> bool:
+        """Whether there are engines (or, asked for a pair, pairs) of which it is not known yet if they can serve."""
+        wanted = [*self.prefill, *self.decode] if pair else self.decode
+        if not all(engine.looked for engine in wanted):
+            return True
+        return pair and any(_warmth(*cold) not in self._failed for cold in self.cold)
 
     # -- in words --------------------------------------------------------------------------------
 

@@ -62,6 +62,7 @@ async def _until_warm(pool: Pool, pair: tuple[Engine, Engine], new_id: Callable[
             pool.roster.warmed(p, d)
             return
         log.warning("%s and %s: the first transfer failed: %s; again in %.0f s", p.name, d.name, reason, pause)
+        pool.roster.failed_to_warm(p, d)
         await trio.sleep(pause)
         pause = min(2 * pause, LONGEST_PAUSE)
 

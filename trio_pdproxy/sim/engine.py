@@ -302,6 +302,8 @@ class SimEngine:
     async def _generate(self, exchange: Exchange) -> None:
         seen = self._seen(exchange)
         self.requests.append(seen)
+        if len(self.requests) > 2 * self.settings.remember:
+            del self.requests[: -self.settings.remember]
         fault = exchange.fault = self.faults.take(seen)
         complete = False
         try:

@@ -44,3 +44,5 @@ class SimSettings:
     dcp_size: int = 1
     dp_size: int = 1
     """Data-parallel ranks behind one HTTP port: each has its own engine id, side channel and `num_blocks` blocks."""
+    remember: int = 100_000
+    """How many of the last requests `SimEngine.requests` is sure to hold; at times up to twice as many."""

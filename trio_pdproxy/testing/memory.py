@@ -20,7 +20,7 @@ from trio.testing import wait_all_tasks_blocked
 
 from trio_pdproxy.config import Settings
 from trio_pdproxy.engines.connections import KEEPALIVE
-from trio_pdproxy.engines.coordinates import Meta, SideChannelError, read_meta
+from trio_pdproxy.engines.coordinates import Meta, SideChannelSilentError, read_meta
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.engines.wire import BrokenError
 from trio_pdproxy.serve import ContainedServer, ServerConfig
@@ -47,7 +47,7 @@ class SimSideChannel:
             core = engine.core
             if (core.host, core.port) == (host, port) and engine.alive and not core.side_channel_broken.is_set():
                 return read_meta(handshake_payload(core), f"{host}:{port}")
-        raise SideChannelError(f"no answer from the side channel {host}:{port}")
+        raise SideChannelSilentError(f"no answer from the side channel {host}:{port}")
 
 
 @dataclass(slots=True)
