@@ -40,7 +40,7 @@ async def followed(prefill_base: float = 0.01) -> AsyncIterator[tuple[Rig, Said,
     async with open_rig(decode=2, sim=SimSettings(prefill_base=prefill_base)) as rig, trio.open_nursery() as nursery:
         found = {d.name: Found("decode", spec_of(d)) for d in rig.cluster.decode}
         source = Said()
-        nursery.start_soon(Follower(rig.app.pool, source, present=found.values()).run)
+        nursery.start_soon(Follower(rig.app.pool, source, present=found.values()).run)  # noqa: ASYNC113  until it is told
         await until(lambda: source.tell)
         yield rig, source, found
         nursery.cancel_scope.cancel("the test is over")

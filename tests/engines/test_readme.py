@@ -97,7 +97,7 @@ async def test_engines_and_proxy_as_the_page_starts_them(tmp_path: Path) -> None
         group(serve, tmp_path / "proxy.log", environment(PDPROXY_BIND=f"127.0.0.1:{ports['8000']}")),
     ):
         with trio.fail_after(WAIT):
-            await _until_well(ready)  # the page waits half a minute; two engines that load on two cores take longer
+            await _until_well(ready)  # the page waits a minute; two engines that load on two busy cores take longer
             answer = await shell(ask)
     assert '"finish_reason":"length"' in answer.replace(" ", ""), answer
 
