@@ -79,3 +79,29 @@ async def test_proxies_agree_on_affinity_without_talking() -> None:
                     assert all(len(engines) == 1 for engines in chosen.values()), chosen
                     assert len(set().union(*chosen.values())) == 4  # and all of them have their share
             nursery.cancel_scope.cancel()
+
+
+async def test_caps_are_each_proxys_own_so_an_engine_gets_their_sum() -> None:
+    with emulated() as api:
+        async with trio.open_nursery() as nursery:
+            pods = Pods(api, Engines(nursery, SimSettings(prefill_base=0.02, itl=0.01)))
+            where = {
+                "discovery": "kubernetes",
+                "kubernetes_api": api.url,
+                "kubernetes_namespace": "llm",
+                "decode_max_inflight": 2,
+                "warm_up": False,
+            }
+            async with proxied(**where) as (one, client_one), proxied(**where) as (two, client_two):
+                await pods.start("p0", "prefill")
+                d = await pods.start("d0", "decode")
+                for app in (one, two):
+                    await until_usable(app, "p0", "d0")
+                most = 0
+                async with load(client_one, client_two, each=6) as seen:
+                    while seen.served < 60:
+                        most = max(most, d.running + d.waiting)
+                        await trio.sleep(0.002)
+                assert seen.failures == []
+                assert 2 < most <= 4
+            nursery.cancel_scope.cancel()

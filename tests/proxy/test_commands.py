@@ -170,7 +170,9 @@ def test_demo_once_shows_the_answer_the_timeline_and_the_gap() -> None:
         assert words in done.stdout
 
 
-@pytest.mark.parametrize("command", [[], ["serve"], ["demo"], ["sim"], ["engines"], ["engines", "install"]])
+@pytest.mark.parametrize(
+    "command", [[], ["serve"], ["demo"], ["sim"], ["engines"], ["engines", "install"], ["render"], ["render", "k8s"]]
+)
 def test_every_command_has_help(command: list[str]) -> None:
     done = run(*command, "--help")
     assert done.returncode == 0
