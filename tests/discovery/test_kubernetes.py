@@ -115,6 +115,30 @@ async def test_watches_that_end_break_or_are_refused_are_taken_up_again() -> Non
             assert api.api.seen.count("LIST") > lists
 
 
+async def test_what_was_told_is_not_told_again_after_a_break() -> None:
+    """A pod that has been unready long ago must not be drained once more because a connection broke."""
+    told: list[list[Found]] = []
+    with emulated() as api:
+        settings = Settings(
+            discovery="kubernetes", kubernetes_api=api.url, kubernetes_namespace="llm", discovery_interval=0.2
+        )
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(KubernetesSource(settings).watch, lambda found: told.append(list(found)))
+            await until(lambda: api.api.seen.count("WATCH") == 2)
+            steady, shaky = pod("d0", "decode", "127.0.9.1"), pod("d1", "decode", "127.0.9.2")
+            for status in ("True", "False", "True"):
+                shaky["status"]["conditions"] = [{"type": "Ready", "status": status}]
+                await api.put(shaky)
+            await until(lambda: told and [found.ready for found in told[-1]] == [True])
+            before = len(told)
+            await api.cut_watches()
+            await until(lambda: api.api.seen.count("WATCH") == 4)
+            await api.put(steady)
+            await until(lambda: len(told[-1]) == 2)
+            assert all(found.ready for news in told[before:] for found in news)
+            nursery.cancel_scope.cancel()
+
+
 async def test_pods_that_are_all_called_unready_stay_in_use_while_they_answer() -> None:
     with emulated() as api:
         async with cluster(api) as (pods, app, client):
