@@ -15,19 +15,17 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
 
 import hypercorn.trio.run
 import trio
 from hypercorn.config import Config, Sockets
-from hypercorn.events import Closed, Event, RawData, Updated
 from hypercorn.trio import serve as hypercorn_serve
-from hypercorn.trio.tcp_server import TCPServer
 
 from trio_pdproxy.config import Address, Settings
 from trio_pdproxy.core.errors import only
 from trio_pdproxy.web.admin import create_admin_app
 from trio_pdproxy.web.app import ProxyApp
+from trio_pdproxy.web.server import ContainedServer
 
 log = logging.getLogger("trio_pdproxy.serve")
 
@@ -68,58 +66,6 @@ class ServerConfig(Config):
             with suppress(OSError, AttributeError):
                 listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(self.write_timeout * 1000))
         return sockets
-
-
-class ContainedServer(TCPServer):
-    """One client connection, whose failure stays its own.
-
-    Hypercorn lets an exception of one connection end the whole server; a websocket upgrade with trailing bytes is
-    enough (https://github.com/pgjones/hypercorn/issues/225).
-    """
-
-    config: ServerConfig
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._reading = trio.CancelScope()
-        self._read_to_the_end = False
-
-    async def _read_data(self) -> None:
-        """Hypercorn's, but for its end, which it does not see while a pipelined request waits its turn, and after which
-        its idle timer would keep the connection's tasks and its descriptor for the whole keep-alive time."""
-        with self._reading:
-            await super()._read_data()
-        self._read_to_the_end = True
-        await self.idle_task.stop()
-
-    async def protocol_send(self, event: Event) -> None:
-        """Hypercorn's, but for the bound: it shields the send (rightly: half of one would break the framing) from
-        every cancellation, so that a client that has stopped reading would hold the connection for good."""
-        if isinstance(event, Updated) and self._read_to_the_end:
-            return  # nobody is there to be idle
-        if not isinstance(event, RawData):
-            await super().protocol_send(event)
-            if isinstance(event, Closed):
-                self._reading.cancel("the connection is closed")
-            return
-        async with self.send_lock:
-            try:
-                with trio.fail_after(self.config.write_timeout, shield=True):
-                    await self.stream.send_all(event.data)
-                return
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            except trio.TooSlowError:
-                with trio.CancelScope(shield=True):
-                    await trio.aclose_forcefully(self.stream)
-            await self.protocol.handle(Closed())
-            self._reading.cancel("the client is gone")
-
-    async def run(self) -> None:
-        try:
-            await super().run()
-        except* Exception as group:
-            log.warning("a client connection failed: %s", group.exceptions[0], exc_info=group)
 
 
 async def serve(  # noqa: ASYNC128  Hypercorn is handed the status

@@ -55,7 +55,7 @@ async def running(argv: list[str], env: dict[str, str]) -> AsyncIterator[trio.Pr
 
 
 async def until_ready(url: str) -> None:
-    with trio.fail_after(30):
+    with trio.fail_after(90):  # a worker that starts is slow on a busy machine
         while True:
             async with open_client(url, timeout=5) as client:
                 try:

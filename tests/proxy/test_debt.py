@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import trio
 
 from trio_pdproxy.core.report import Report
@@ -233,3 +234,14 @@ async def test_no_engine_is_a_503_that_names_what_is_missing() -> None:
         ready = await rig.client.get("/ready")
         assert ready.status_code == 503
         assert "prefill-0" in ready.json()["missing"][0]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+async def test_a_prefill_answer_that_comes_after_decodes_is_read_and_its_connection_kept(stream: bool) -> None:
+    async with open_rig(health_interval=3600, health_timeout=10) as rig:
+        connections = rig.app.pool.prefill[0].connections
+        for _ in range(5):
+            rig.p.faults.add(Fault("before_head", "slow", after_work=True, delay=0.05))
+            assert (await rig.post(max_tokens=1, stream=stream)).status_code == 200
+            await rig.quiet()
+            assert (connections.open, connections.idle) == (1, 1)

@@ -500,11 +500,11 @@ async def test_who_comes_before_every_engine_was_asked_waits_for_that(autojump_c
     async with trio.open_nursery() as nursery:
         first, second = Request(pool, nursery), Request(pool, nursery, pair=False)
         await settle()
-        assert first.waiting and second.waiting  # noqa: PT018
+        assert [first.waiting, second.waiting] == [True, True]
         pool.prefill[0].looked, pool.prefill[0].why = True, "connection refused"
         pool.changed()
         await settle()
-        assert first.waiting and second.waiting  # noqa: PT018
+        assert [first.waiting, second.waiting] == [True, True]
         bring_up(pool.decode[0])
         pool.changed()
         await settle()

@@ -110,12 +110,18 @@ class Connections:
 
     async def give_back(self, connection: Connection) -> None:
         """Take `connection` back: keep it if its response is complete and it may serve again, else close it."""
-        if self._shut or not connection.reusable:
+        if self.keep(connection):
+            await self._expire()
+        else:
             await self._drop(connection)
-            return
+
+    def keep(self, connection: Connection) -> bool:
+        """The better half of `give_back`, without a checkpoint: keep it if it may serve again, else say no."""
+        if self._shut or not connection.reusable:
+            return False
         connection.recycle(trio.current_time())
         self._idle.append(connection)
-        await self._expire()
+        return True
 
     async def close(self, connection: Connection) -> None:
         """Close a taken connection instead of giving it back."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import inf
 
 import httpx
 import trio
@@ -104,6 +105,8 @@ class Engine:
         """It has been asked who it is, whatever came of it."""
         self.misses = 0
         """Probes in a row that it did not answer in time."""
+        self.heard = -inf
+        """When it last answered a request, or sent a piece of a stream; on trio's clock."""
         self.doubts = 0
         self.doubts_settled = 0
         self.breaker = Breaker(settings.eject_after, settings.eject_time)
@@ -157,6 +160,7 @@ class Engine:
 
     def succeeded(self) -> None:
         """A leg to it did what it should."""
+        self.heard = trio.current_time()
         if self.breaker.failures and self.breaker.succeeded():
             self.max_inflight = self.cap
             self.on_change()

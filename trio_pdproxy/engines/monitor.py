@@ -29,6 +29,9 @@ PROBE_TIMEOUT = 30.0
 TOLERATED_MISSES = 2
 """Probes in a row that a usable engine may miss before it counts as down. One that refuses is down at once."""
 
+WORKING = 5.0
+"""Seconds after it answered a request (or sent a piece of a stream) in which a missed probe says nothing."""
+
 
 class _UnusableError(Exception):
     """The engine cannot be used; the text says why."""
@@ -91,8 +94,9 @@ async def look(engine: Engine, side_channel: SideChannel) -> None:
                 await _learn_coordinates(engine, meta)
     except SilentError as error:
         engine.misses += 1
-        if engine.usable and engine.misses < TOLERATED_MISSES:
-            return  # it works: requests say so, and a starved machine is late at times
+        at_work = trio.current_time() - engine.heard < WORKING
+        if engine.usable and (engine.misses < TOLERATED_MISSES or at_work):
+            return  # requests say that it works; on a starved machine it is the probe that is late
         engine.up = False
         engine.why = str(error)
     except (_UnusableError, EngineError) as error:

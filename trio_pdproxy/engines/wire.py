@@ -225,8 +225,8 @@ class Connection:
         if self._failure is not None:
             raise self._failure
         try:
-            data = await self._stream.receive_some(READ_SIZE)
-        except (trio.BrokenResourceError, trio.ClosedResourceError) as error:
+            data = await self._receive_some()
+        except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
             self.spoiled = True
             raise BrokenError(f"connection lost while receiving ({_cause(error)})") from error
         if not data:
@@ -246,6 +246,19 @@ class Connection:
             self._failure = BrokenError(wrong)
             if len(self._data) == had and self._head is head:
                 raise self._failure
+
+    async def _receive_some(self) -> bytes | bytearray:
+        """As the stream's own, in fewer steps where it is a plain socket. Always a checkpoint."""
+        if self._socket is None or self._stream is not self._plain:
+            return await self._stream.receive_some(READ_SIZE)
+        while True:
+            if self._socket.fileno() < 0:
+                raise trio.ClosedResourceError("it was closed here")
+            await trio.lowlevel.wait_readable(self._socket)
+            try:
+                return os.read(self._socket.fileno(), READ_SIZE)
+            except BlockingIOError:
+                continue
 
     def _end_of_stream(self) -> None:
         self.spoiled = True
@@ -299,7 +312,7 @@ class Connection:
 
 def _cause(error: BaseException) -> str:
     """The operating system's word for a broken stream, where there is one."""
-    cause = error.__cause__
+    cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(cause, OSError) and cause.strerror:
         return cause.strerror
     return str(error) or type(error).__name__

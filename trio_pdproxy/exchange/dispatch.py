@@ -28,7 +28,7 @@ from trio_pdproxy.engines.engine import Engine
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.engines.wire import BrokenError, Connection, RefusedError, request_bytes
 from trio_pdproxy.exchange.legs import Answer, Body, DecodeLeg, judge_prefill
-from trio_pdproxy.exchange.sending import send_first, send_or_hear
+from trio_pdproxy.exchange.sending import send_at_once, send_first, send_or_hear
 
 log = logging.getLogger("trio_pdproxy.debt")
 
@@ -83,7 +83,10 @@ class Dispatch:
         self._lapsed = False
         self._reasons: dict[str, str] = {}
         """What each leg's last failure was, in words."""
-        self._moved = trio.Event()
+        self._verdict: Verdict | None = None
+        """On the facts as they are; None where they have changed since."""
+        self._moved: trio.Event | None = None
+        """Set at the next change of a fact, where somebody waits for it."""
         self._waiting: trio.CancelScope | None = None
         # On trio's clock: when prefill's answer is late, and when it came.
         self._prefill_deadline = inf
@@ -93,6 +96,8 @@ class Dispatch:
         self._left = False
         self._back_runs = False
         self._back_scope: trio.CancelScope | None = None
+        self._back_deadline = inf
+        """When the back has to be over, once nothing is owed any more."""
         self._nothing_owed = False
         self._owed = False
         self._holds_prefill = prefill is not None
@@ -101,15 +106,17 @@ class Dispatch:
 
     @property
     def verdict(self) -> Verdict:
-        return decide(
-            Facts(
-                prefill=self._prefill,
-                decode=self._decode,
-                rescued=self._rescued,
-                lapsed=self._lapsed,
-                several=self.plan.several,
+        if self._verdict is None:
+            self._verdict = decide(
+                Facts(
+                    prefill=self._prefill,
+                    decode=self._decode,
+                    rescued=self._rescued,
+                    lapsed=self._lapsed,
+                    several=self.plan.several,
+                )
             )
-        )
+        return self._verdict
 
     @property
     def outcomes(self) -> tuple[Prefill, Decode]:
@@ -129,10 +136,17 @@ class Dispatch:
             self._reasons["decode" if prefill is None else "prefill"] = reason
             # One order, whichever came first: the client may be told.
             self.report.reason = "; ".join(self._reasons[leg] for leg in ("prefill", "decode") if leg in self._reasons)
-        self._moved.set()
-        self._moved = trio.Event()
+        self._verdict = None
+        if self._moved is not None:
+            self._moved.set()
+            self._moved = None
         if self._waiting is not None:
             self._waiting.cancel("a fact has changed")
+
+    async def _a_move(self) -> None:
+        if self._moved is None:
+            self._moved = trio.Event()
+        await self._moved.wait()
 
     # -- the front: onto the wire ----------------------------------------------------------------
 
@@ -216,6 +230,9 @@ class Dispatch:
         assert self.prefill is not None and self.report.prefill is not None  # noqa: PT018
         leg = self.report.prefill
         leg.reused = connection.served > 0
+        if sent := send_at_once(connection, data):
+            self._prefill_is_out(leg)
+            return connection, sent
         with trio.move_on_after(self._settings.prefill_timeout):
             try:
                 try:
@@ -232,13 +249,16 @@ class Dispatch:
             except BaseException:
                 await self.prefill.connections.close(connection)  # noqa: ASYNC102  our caller knows only the first one
                 raise
-            leg.sent = trio.current_time()
-            self._prefill_deadline = leg.sent + self._settings.prefill_timeout
-            self._move(prefill=Prefill.PENDING)
+            self._prefill_is_out(leg)
             return connection, sent
         await self.prefill.connections.close(connection)
         self._prefill_failed(Prefill.LATE, "it did not take the request in time")
         return None, 0
+
+    def _prefill_is_out(self, leg: LegReport) -> None:
+        leg.sent = trio.current_time()
+        self._prefill_deadline = leg.sent + self._settings.prefill_timeout
+        self._move(prefill=Prefill.PENDING)
 
     async def _send_decode(self, connection: Connection, data: memoryview) -> None:
         """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
@@ -246,12 +266,17 @@ class Dispatch:
         leg.reused = connection.served > 0
         self.decode_leg = DecodeLeg(connection, leg, several=self.plan.several)
         self._move(decode=Decode.WAITING)
+        if sent := send_at_once(connection, data):
+            leg.sent = trio.current_time()
+            if sent == len(data):
+                return
         outcome: Decode | None = Decode.BROKEN
         why = "it did not take the request in time"
         with trio.move_on_after(self._settings.first_byte_timeout):
             try:
-                sent = await send_first(connection, data)
-                leg.sent = trio.current_time()
+                if not sent:
+                    sent = await send_first(connection, data)
+                    leg.sent = trio.current_time()
                 outcome = await send_or_hear(connection, data[sent:], self.decode_leg.speak)
             except BrokenError as error:
                 why = str(error)
@@ -282,7 +307,7 @@ class Dispatch:
         while True:
             verdict = self.verdict
             if verdict.debt is Debt.RESCUE and self._lapsed:
-                self._rescued = True
+                self._rescued, self._verdict = True, None
                 self._back_runs = True
                 legs.start_soon(self._rescue_lapsed)
             elif verdict.step is not Step.WAIT:
@@ -307,7 +332,7 @@ class Dispatch:
         elif now >= late and self._prefill is Prefill.PENDING:  # else it came in the same instant
             self._prefill_failed(Prefill.LATE, f"no answer within {self._settings.prefill_timeout:g} s")
         elif now >= lapse:
-            self._lapsed = True
+            self._lapsed, self._verdict = True, None
 
     def _deadlines(self) -> tuple[float, float, float]:
         """When the decode engine has been silent for too long, prefill's answer is late, its lease has lapsed."""
@@ -338,7 +363,7 @@ class Dispatch:
         if self._decode in (Decode.FAILED, Decode.BROKEN) and self._prefill is Prefill.PENDING:
             with trio.move_on_after(TIE):
                 while self._prefill is Prefill.PENDING:
-                    await self._moved.wait()
+                    await self._a_move()
         elif self._decode is Decode.WAITING and self._prefill is Prefill.FOREIGN:
             # Whom the prefill engine does not know, the decode engine may not either, and says so.
             assert self.decode_leg is not None
@@ -385,9 +410,8 @@ class Dispatch:
         if self._leaving:
             return
         self._leaving = True
-        if self.decode_leg is not None:
-            with trio.CancelScope(shield=True):
-                await self.decode.connections.give_back(self.decode_leg.connection)
+        if self.decode_leg is not None and not self.decode.connections.keep(self.decode_leg.connection):
+            await self.decode.connections.close(self.decode_leg.connection)
         # No checkpoint from here on: the back ends either before this and leaves the rest to us, or after it.
         self._left = True
         if self._back_runs:
@@ -398,13 +422,11 @@ class Dispatch:
     def _bound_back(self, debt: Debt, why: str) -> None:
         """How much longer the back may take, now that nobody waits for it."""
         now = trio.current_time()
-        if debt is Debt.NONE:
+        if debt in (Debt.NONE, Debt.PAID):
+            # Of a paid one only the answer is left: it gets a moment, for the connection's sake.
             self._nothing_owed = True
-            self._limit_back(now)
-        elif debt is Debt.PAID:
-            # What is left of the prefill leg is its answer. It gets a moment, for the connection's sake.
-            self._nothing_owed = True
-            self._limit_back(now + self._settings.drain_grace)
+            self._back_deadline = now + (self._settings.drain_grace if debt is Debt.PAID else 0)
+            self._limit_back(self._back_deadline)
         else:
             self._owed = True
             self.decode.debts += 1
@@ -412,7 +434,7 @@ class Dispatch:
             self._limit_back(now + self._settings.settle_timeout)
 
     def _limit_back(self, deadline: float) -> None:
-        if self._back_scope is not None:
+        if self._back_scope is not None:  # else it has not come to its first step yet
             self._back_scope.deadline = min(self._back_scope.deadline, deadline)
 
     def _finish(self) -> None:
@@ -479,9 +501,8 @@ class Dispatch:
         """One prefill leg within `seconds`, or what `leave` makes of them."""
         if self._left:
             seconds = min(seconds, self._settings.settle_timeout)
-        with trio.CancelScope(deadline=trio.current_time() + seconds) as self._back_scope:
-            if self._nothing_owed:
-                self._back_scope.cancel("nothing is owed")
+        deadline = min(trio.current_time() + seconds, self._back_deadline)
+        with trio.CancelScope(deadline=deadline) as self._back_scope:
             await self._prefill_leg(connection, rest, request)
         if self._back_scope.cancelled_caught and not self._nothing_owed:
             self._prefill_failed(Prefill.FAILED, "it never answered")
@@ -506,8 +527,8 @@ class Dispatch:
         except (BrokenError, RefusedError) as error:
             self._prefill_failed(Prefill.FAILED, str(error))
         finally:
-            with trio.CancelScope(shield=True):
-                await self.prefill.connections.give_back(connection)
+            if not self.prefill.connections.keep(connection):
+                await self.prefill.connections.close(connection)  # noqa: ASYNC102  shielded inside, waits for nobody
 
     async def _converse(self, connection: Connection, leg: LegReport, data: memoryview) -> Answer:
         body = Body(connection, leg)
@@ -522,7 +543,7 @@ class Dispatch:
                 self._transfer_params = transfer_params_in(answer.body)
             else:
                 self._prefill_answered = trio.current_time()
-            self._lapsed = False
+            self._lapsed, self._verdict = False, None
             self._move(prefill=Prefill.OK)
             return
         self.prefill_answer = answer
@@ -563,12 +584,12 @@ class Dispatch:
         before = self._decode
         with trio.move_on_after(seconds):
             while self._decode is before:
-                await self._moved.wait()
+                await self._a_move()
 
     async def _rescue(self, why: str) -> None:
         """Send the prefill leg again: same ids, same prompt, same n, same engine. Any 200 makes the push happen."""
         assert self.prefill is not None
-        self._rescued = True
+        self._rescued, self._verdict = True, None
         self.report.rescue = why
         self._move(prefill=Prefill.PENDING)
         try:

@@ -51,10 +51,6 @@ ANSWER_PIECE = 256 * 1024
 """Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
 
 
-ANSWER_PIECE = 256 * 1024
-"""Bytes of a whole answer in one write: each has a deadline of its own, so that a slow client is no dead one."""
-
-
 def new_dispatch_id() -> str:
     """Unguessable, and never used twice: two live requests of one id get each other's KV."""
     return uuid4().hex
@@ -202,14 +198,23 @@ class _Exchange:
         await self._start(leg.head.status, leg.passed_headers)
         block, leg.opening = leg.opening, b""
         broken: str | None = None
+        # Moving a deadline costs more than an event does: it is moved now and then, and by so much more.
+        slack = settings.idle_timeout / 64
+        moved = -inf
         with self.pool.streaming(dispatch), trio.CancelScope() as scope:
             while block:
                 now = trio.current_time()
-                dispatch.blocked_since = now
-                scope.deadline = now + settings.write_timeout
-                await self._write(block)
-                dispatch.blocked_since = None
-                scope.deadline = min(trio.current_time() + settings.idle_timeout, self.deadline)
+                self._count(now)
+                if not self.sink.write_now(block):
+                    dispatch.blocked_since = now
+                    scope.deadline = now + settings.write_timeout
+                    await self.sink.flush()
+                    dispatch.blocked_since = None
+                    now, moved = trio.current_time(), -inf
+                if now >= moved + slack:
+                    moved = now
+                    dispatch.decode.heard = now
+                    scope.deadline = min(now + settings.idle_timeout + slack, self.deadline)
                 try:
                     block = await leg.more()
                 except BrokenError as error:
@@ -273,10 +278,13 @@ class _Exchange:
         await self.sink.start(status, [*headers, (b"x-request-id", self.report.request_id.encode())])
 
     async def _write(self, block: bytes) -> None:
+        self._count(trio.current_time())
         await self.sink.write(block)
+
+    def _count(self, now: float) -> None:
         self.report.events += 1
         if self.report.first_byte is None:
-            self.report.first_byte = trio.current_time()
+            self.report.first_byte = now
 
     async def _finish(self, dispatch: Dispatch) -> None:
         """The clean end, at once: whatever is left of the prefill leg, the client does not wait for it."""

@@ -18,6 +18,15 @@ EARLY_ANSWER = 0.2
 """Seconds for an answer that an engine may have given before it closed on the rest of a request."""
 
 
+def send_at_once(connection: Connection, data: memoryview) -> int:
+    """What the kernel takes of the first send of a request without waiting, 0 where it takes none. Raises nothing:
+    `send_first` finds out what is wrong."""
+    try:
+        return connection.send_now(data[:FIRST_SEND])
+    except BrokenError:
+        return 0
+
+
 async def send_first(connection: Connection, data: memoryview) -> int:
     """The first send of a request; how much of it went out. No checkpoint where the kernel takes it at once. Raises
     `BrokenError`."""

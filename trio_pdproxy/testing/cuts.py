@@ -69,6 +69,7 @@ class MemorySink:
         self.status = 0
         self.headers: Headers = []
         self.raw = b""
+        self._rest = b""
 
     async def start(self, status: int, headers: Headers) -> None:
         assert not self.started
@@ -76,11 +77,21 @@ class MemorySink:
         self.status, self.headers = status, headers
         await trio.lowlevel.checkpoint()
 
-    async def write(self, data: bytes) -> None:
+    def write_now(self, data: bytes) -> bool:
         assert self.started
         assert not self.finished
-        self.raw += data
+        assert not self._rest
+        self._rest = data
+        return False
+
+    async def flush(self) -> None:
+        self.raw += self._rest
+        self._rest = b""
         await trio.lowlevel.checkpoint()
+
+    async def write(self, data: bytes) -> None:
+        if not self.write_now(data):
+            await self.flush()
 
     async def finish(self) -> None:
         assert self.started

@@ -23,7 +23,7 @@ from trio_pdproxy.engines.connections import KEEPALIVE
 from trio_pdproxy.engines.coordinates import Meta, SideChannelSilentError, read_meta
 from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.engines.wire import BrokenError
-from trio_pdproxy.serve import ContainedServer, ServerConfig
+from trio_pdproxy.serve import ServerConfig
 from trio_pdproxy.sim import Cluster, SimEngine, SimSettings, build_cluster
 from trio_pdproxy.sim.side_channel import handshake_payload
 from trio_pdproxy.testing.client import requested
@@ -31,6 +31,7 @@ from trio_pdproxy.testing.network import MemoryStream, Network
 from trio_pdproxy.testing.rig import Rig, spec_of, until_ready
 from trio_pdproxy.testing.tasks import Tree, task_tree
 from trio_pdproxy.web.app import ProxyApp, create_app
+from trio_pdproxy.web.server import ContainedServer
 
 HOST, PORT = "proxy", 80
 

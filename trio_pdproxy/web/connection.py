@@ -7,6 +7,8 @@ before its body is asked for, and the exchange holds the status until the decode
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
@@ -20,6 +22,7 @@ from trio_pdproxy.core.plan import APIS, Api, read_plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.exchange import run_exchange
 from trio_pdproxy.web import guard
+from trio_pdproxy.web.direct import EXTENSION, Direct
 from trio_pdproxy.web.sink import AsgiSink, answer
 
 if TYPE_CHECKING:
@@ -88,12 +91,17 @@ class ProxyConnection(TrioASGIHTTPConnection):
             report.outcome = "disconnect"
             return
         report.planned = trio.current_time()
-        sink = AsgiSink(send)
+        offered: Direct | None = self.scope["extensions"].get(EXTENSION)  # type: ignore[assignment]  # not a dict
+        sink = AsgiSink(send, offered)
         try:
-            async with trio.open_nursery() as nursery:
-                nursery.start_soon(_watch_client, receive, sink, nursery.cancel_scope)
-                await run_exchange(plan, pool, sink, report)
-                nursery.cancel_scope.cancel("the exchange is over")
+            if offered is None:
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(_watch_client, receive, sink, nursery.cancel_scope)
+                    await run_exchange(plan, pool, sink, report)
+                    nursery.cancel_scope.cancel("the exchange is over")
+            else:
+                with _leaving_ends(offered, sink):
+                    await run_exchange(plan, pool, sink, report)
         except* Exception as group:
             await self._failed(group, sink, send, report)
 
@@ -112,30 +120,31 @@ class ProxyConnection(TrioASGIHTTPConnection):
         """The whole body, within its limit and with a deadline for each piece."""
         settings = self.app.settings
         limit = settings.body_limit
-        if (guard.declared_length(self.scope["headers"]) or 0) > limit:
+        length = guard.declared_length(self.scope["headers"])
+        if (length or 0) > limit:
             raise guard.too_large(limit)
         pieces: list[bytes] = []
         size = 0
-        while True:
-            event: Any = None
-            with trio.move_on_after(settings.upload_timeout):
-                event = await receive()
-            if event is None:
-                raise ProxyError(
-                    f"no byte of the body came for {settings.upload_timeout:g} s",
-                    status=408,
-                    fault=Fault.CLIENT,
-                    code="upload_timeout",
-                )
-            if event["type"] == "http.disconnect":
-                raise _GoneError
-            piece = event.get("body", b"")
-            size += len(piece)
-            if size > limit:
-                raise guard.too_large(limit)
-            pieces.append(piece)
-            if not event.get("more_body", False):
-                return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        with trio.CancelScope() as scope:
+            while True:
+                scope.deadline = trio.current_time() + settings.upload_timeout
+                event: Any = await receive()
+                if event["type"] == "http.disconnect":
+                    raise _GoneError
+                piece = event.get("body", b"")
+                size += len(piece)
+                if size > limit:
+                    raise guard.too_large(limit)
+                pieces.append(piece)
+                # With a declared length the end is known before it is told.
+                if size == length or not event.get("more_body", False):
+                    return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        raise ProxyError(
+            f"no byte of the body came for {settings.upload_timeout:g} s",
+            status=408,
+            fault=Fault.CLIENT,
+            code="upload_timeout",
+        )
 
     # -- everything else -------------------------------------------------------------------------
 
@@ -155,6 +164,24 @@ class ProxyConnection(TrioASGIHTTPConnection):
         await ASGIHTTPConnection.handle_messages(self, request, receive)
         if not self._finishing:
             nursery.cancel_scope.cancel("the client is gone")
+
+
+@contextmanager
+def _leaving_ends(offered: Direct, sink: AsgiSink) -> Iterator[None]:
+    """What `_watch_client` does, without a task: the server says when the client has left."""
+    with trio.CancelScope() as scope:
+
+        def leave() -> None:
+            if not sink.finishing:
+                scope.cancel("the client is gone")
+
+        offered.on_lost = leave
+        try:
+            if offered.lost:
+                leave()
+            yield
+        finally:
+            offered.on_lost = None
 
 
 async def _watch_client(receive: ASGIReceiveCallable, sink: AsgiSink, scope: trio.CancelScope) -> None:

@@ -1,0 +1,149 @@
+"""One client connection: Hypercorn's, contained, bounded, and with a shorter way for the relay's bytes.
+
+What is different from Hypercorn's own, and why:
+- a failure of a connection stays its own. Hypercorn lets it end the whole server; a websocket upgrade with trailing
+  bytes is enough (https://github.com/pgjones/hypercorn/issues/225);
+- a send has a deadline: Hypercorn shields it (rightly: half of one would break the framing) from every cancellation, so
+  that a client that has stopped reading would hold the connection for good;
+- the client's end is seen while a pipelined request waits its turn, and nobody is idle after it: Hypercorn's idle timer
+  would keep the connection's tasks and its descriptor for the whole keep-alive time;
+- idleness is a deadline of the task that reads, not two tasks more for each request;
+- the app is offered the connection itself (see direct.py).
+"""
+
+from __future__ import annotations
+
+import logging
+from math import inf
+from typing import Any
+
+import trio
+from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
+
+from trio_pdproxy.web import direct
+from trio_pdproxy.web.direct import Direct
+
+log = logging.getLogger("trio_pdproxy.serve")
+
+
+class ContainedServer(TCPServer):
+    """See the module. `config` has a `write_timeout` beside what Hypercorn's has (`ServerConfig`)."""
+
+    config: Any
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.direct = Direct(self.stream, self.send_lock, self._send)
+        self._app = self.app
+        self.app: Any = self._call_app
+        self._reading = trio.CancelScope()
+        self._read_to_the_end = False
+        self.idle_task: Any = _Idle(self)
+
+    async def run(self) -> None:
+        try:
+            await super().run()
+        except* Exception as group:
+            log.warning("a client connection failed: %s", group.exceptions[0], exc_info=group)
+
+    async def _call_app(self, scope: Any, *rest: Any) -> None:
+        """The app, offered a shorter way to this connection where that was tried."""
+        if direct.SUPPORTED and scope["type"] == "http" and scope["http_version"] == "1.1":
+            scope["extensions"][direct.EXTENSION] = self.direct
+        await self._app(scope, *rest)
+
+    # -- receiving -------------------------------------------------------------------------------
+
+    async def _read_data(self) -> None:
+        """Until the client's end, the connection's, or an idle time that is too long."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._end_idleness)
+            with self._reading:
+                await self._read_all()
+            self._read_to_the_end = True
+            await self._gone()
+            nursery.cancel_scope.cancel("the connection is over")
+
+    async def _read_all(self) -> None:
+        while True:
+            try:
+                data = await self.direct.receive_some(MAX_RECV)
+            except (trio.ClosedResourceError, trio.BrokenResourceError):
+                return
+            await self.protocol.handle(RawData(data))
+            if not data:
+                return
+
+    async def _end_idleness(self) -> None:
+        """When the server stops: it does not wait for who only keeps a connection."""
+        await self.context.terminated.wait()
+        if self.idle_task.idle:
+            self._reading.cancel("the server stops")
+
+    async def _gone(self) -> None:
+        """Nothing more will come from the client, or nothing more can be sent to it."""
+        self.direct.lose()
+        await self.protocol.handle(Closed())
+
+    # -- sending ---------------------------------------------------------------------------------
+
+    async def protocol_send(self, event: Event) -> None:
+        if isinstance(event, RawData):
+            # The end of a body whose length was declared is nothing.
+            if event.data and not self.direct.keeps(event.data):
+                await self._send(event.data)
+        elif isinstance(event, Updated):
+            if event.idle and not self._read_to_the_end:
+                self.idle_task.begin()
+            else:
+                self.idle_task.end()
+        else:
+            await super().protocol_send(event)
+            if isinstance(event, Closed):
+                self._reading.cancel("the connection is closed")
+
+    async def _send(self, data: bytes | memoryview) -> None:
+        """All of it, within the write timeout, or the connection ends."""
+        if (sent := self.direct.send_now(data)) == len(data):
+            return
+        async with self.send_lock:
+            try:
+                with trio.fail_after(self.config.write_timeout, shield=True):
+                    await self.stream.send_all(memoryview(data)[sent:])
+                return
+            except (trio.BrokenResourceError, trio.ClosedResourceError):
+                pass
+            except trio.TooSlowError:
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(self.stream)
+        # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
+        self._reading.cancel("the client is gone")
+
+    # -- for the idle timer ----------------------------------------------------------------------
+
+    def expire_at(self, deadline: float) -> None:
+        self._reading.deadline = deadline
+
+
+class _Idle:
+    """In place of Hypercorn's idle task, which it starts anew for each request: a deadline of the reading task."""
+
+    def __init__(self, server: ContainedServer) -> None:
+        self._server = server
+        self.idle = False
+
+    def begin(self) -> None:
+        self.idle = True
+        if self._server.context.terminated.is_set():
+            self._server.expire_at(trio.current_time())
+        else:
+            self._server.expire_at(trio.current_time() + self._server.config.keep_alive_timeout)
+
+    def end(self) -> None:
+        self.idle = False
+        self._server.expire_at(inf)
+
+    async def restart(self, *_: object) -> None:
+        """Hypercorn's name for it, at the connection's start."""
+        self.begin()
