@@ -26,7 +26,7 @@ from trio_pdproxy.launch.environment import ensure_environment
 from trio_pdproxy.launch.model import ensure_model
 from trio_pdproxy.launch.vllm import NICE, VllmEngine, vllm_env
 
-pytestmark = [pytest.mark.engines, pytest.mark.timeout(600)]
+pytestmark = pytest.mark.timeout(600)
 
 WAIT = 300
 
@@ -57,6 +57,7 @@ async def group(text: str, log: Path, env: dict[str, str]) -> AsyncIterator[None
             await process.wait()
 
 
+@pytest.mark.engines
 async def test_five_minutes_to_a_real_pair(tmp_path: Path) -> None:
     install, demo = block("trio-pdproxy engines install").splitlines()
     home = os.environ.get("PDPROXY_ENGINES_HOME")
@@ -74,6 +75,7 @@ async def test_five_minutes_to_a_real_pair(tmp_path: Path) -> None:
     assert "answer" in done.stdout.decode()
 
 
+@pytest.mark.slow
 async def test_engines_and_proxy_as_the_page_starts_them(tmp_path: Path) -> None:
     vllm = await ensure_environment()
     model = await ensure_model(vllm)
