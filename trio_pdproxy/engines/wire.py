@@ -76,6 +76,7 @@ class Connection:
         "_complete",
         "_data",
         "_failure",
+        "_fast",
         "_framed",
         "_head",
         "_header_count",
@@ -83,7 +84,6 @@ class Connection:
         "_informational",
         "_keep_alive",
         "_parser",
-        "_plain",
         "_received",
         "_silent",
         "_socket",
@@ -98,7 +98,8 @@ class Connection:
         self._stream = stream
         transport = stream.transport_stream if isinstance(stream, trio.SSLStream) else stream
         self._socket = transport.socket if isinstance(transport, trio.SocketStream) else None
-        self._plain = transport
+        self._fast = self._socket if stream is transport else None
+        """The socket, where its bytes are the stream's."""
         self.idle_since = 0.0
         self.served = 0
         """Responses completed: more than none means the next request is sent on a reused connection."""
@@ -162,10 +163,10 @@ class Connection:
         """Send what the kernel takes of `data` at once; the number of bytes, 0 where it takes none or this is no
         plain socket. No checkpoint: nothing else runs between this and what the caller does next. Raises `BrokenError`.
         """
-        if self._socket is None or self._stream is not self._plain:
+        if self._fast is None:
             return 0
         try:
-            return os.write(self._socket.fileno(), data)
+            return os.write(self._fast.fileno(), data)
         except BlockingIOError:
             return 0
         except OSError as error:
@@ -222,16 +223,31 @@ class Connection:
         return b"".join(pieces)
 
     async def _pull(self) -> None:
+        """Take in what has come, at least one byte or the end; always a checkpoint."""
         if self._failure is not None:
             raise self._failure
         try:
-            data = await self._receive_some()
+            if self._fast is None:
+                data: bytes | bytearray = await self._stream.receive_some(READ_SIZE)
+            else:  # as the stream's own does it, in fewer steps
+                while True:
+                    if self._fast.fileno() < 0:
+                        raise trio.ClosedResourceError("it was closed here")
+                    await trio.lowlevel.wait_readable(self._fast)
+                    try:
+                        data = os.read(self._fast.fileno(), READ_SIZE)
+                        break
+                    except BlockingIOError:
+                        pass
         except (trio.BrokenResourceError, trio.ClosedResourceError, OSError) as error:
             self.spoiled = True
             raise BrokenError(f"connection lost while receiving ({_cause(error)})") from error
-        if not data:
+        if data:
+            self._take_in(data)
+        else:
             self._end_of_stream()
-            return
+
+    def _take_in(self, data: bytes | bytearray) -> None:
         self._received += len(data)
         had, head = len(self._data), self._head
         wrong = ""
@@ -241,24 +257,14 @@ class Connection:
             self.spoiled = True  # after a complete answer only the connection suffers
             if not self._complete:
                 wrong = f"not HTTP: {error}"
+        if head is not None and len(self._data) > had and not wrong:
+            self._silent = 0
+            return  # more of a body: nothing else can be wrong with it
         if wrong := wrong or self._out_of_bounds(len(data), progress=len(self._data) > had or self._complete):
             self.spoiled = True
             self._failure = BrokenError(wrong)
             if len(self._data) == had and self._head is head:
                 raise self._failure
-
-    async def _receive_some(self) -> bytes | bytearray:
-        """As the stream's own, in fewer steps where it is a plain socket. Always a checkpoint."""
-        if self._socket is None or self._stream is not self._plain:
-            return await self._stream.receive_some(READ_SIZE)
-        while True:
-            if self._socket.fileno() < 0:
-                raise trio.ClosedResourceError("it was closed here")
-            await trio.lowlevel.wait_readable(self._socket)
-            try:
-                return os.read(self._socket.fileno(), READ_SIZE)
-            except BlockingIOError:
-                continue
 
     def _end_of_stream(self) -> None:
         self.spoiled = True
