@@ -64,6 +64,9 @@ async def test_an_engine_is_added_drained_and_removed_while_serving() -> None:
                 nursery.start_soon(ask)
             await until(lambda: cluster.decode[0].waiting)
             assert (await admin.post("/engines/decode-0/drain")).status_code == 200
+            resumed = await admin.post("/engines/decode-0/resume")
+            assert resumed.json()["engines"][0]["draining"] is False
+            assert (await admin.post("/engines/nobody/resume")).status_code == 404
             removed = await admin.delete("/engines/decode-0")
             assert removed.status_code == 202
             assert removed.json()["engines"][0]["draining"] is True

@@ -171,7 +171,12 @@ def test_demo_once_shows_the_answer_the_timeline_and_the_gap() -> None:
 
 
 @pytest.mark.parametrize(
-    "command", [[], ["serve"], ["demo"], ["bench"], ["trace"], ["top"], ["sim"], ["engines"], ["engines", "install"]]
+    "command",
+    [
+        [],
+        *(["serve"], ["demo"], ["launch"], ["check"], ["bench"], ["trace"], ["top"], ["sim"]),
+        *(["engines"], ["engines", "install"], ["render"], ["render", "k8s"]),
+    ],
 )
 def test_every_command_has_help(command: list[str]) -> None:
     done = run(*command, "--help")

@@ -16,6 +16,7 @@ COMMANDS = {
     "bench": ("trio_pdproxy.cli.bench", "bench", "Measure an endpoint, or the legs in sequence against both at once."),
     "trace": ("trio_pdproxy.cli.trace", "trace", "Draw the last exchanges of a proxy."),
     "top": ("trio_pdproxy.cli.top", "top", "Watch a proxy's engines and flows."),
+    "render": ("trio_pdproxy.cli.render", "render", "Write Kubernetes manifests."),
     "sim": ("trio_pdproxy.cli.sim", "sim", "Run simulated engines."),
 }
 

@@ -22,7 +22,7 @@ _METAVARS = {
     "str": "NAME",
     "bool": "true|false",
     "tuple": "WORD,...",
-    "Path": "FILE",
+    "Path": "PATH",
 }
 
 

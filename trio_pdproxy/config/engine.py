@@ -70,6 +70,11 @@ class EngineSpec(BaseModel):
         description="Prefill engines only: their --data-parallel-size. Each rank is a target of its own then, with its "
         "own engine id and the side channel port of rank 0 plus its number.",
     )
+    revision: Annotated[str, Field(min_length=1, max_length=63, pattern=r"\A[A-Za-z0-9._-]+\z")] | None = Field(
+        default=None,
+        description="The roll-out it belongs to, where several are up at once: engines that both have one are paired "
+        "only within the same.",
+    )
 
     if TYPE_CHECKING:
 
@@ -86,6 +91,7 @@ class EngineSpec(BaseModel):
             pp_size: int | None = None,
             dcp_size: int | None = None,
             dp_size: int | None = None,
+            revision: str | None = None,
         ) -> None: ...
 
     @classmethod
@@ -110,7 +116,7 @@ class EngineSpec(BaseModel):
             parts.append(f"side_channel={self.side_channel}")
         if self.name != str(self.address):
             parts.append(f"name={self.name}")
-        keys = ("max_inflight", "lease", "engine_id", "tp_size", "pp_size", "dcp_size", "dp_size")
+        keys = ("max_inflight", "lease", "engine_id", "tp_size", "pp_size", "dcp_size", "dp_size", "revision")
         parts += [f"{key}={value}" for key in keys if (value := getattr(self, key)) is not None]
         return ";".join(parts)
 

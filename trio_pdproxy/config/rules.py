@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from trio_pdproxy.config.engine import ROLES, EngineSpec, Role
 from trio_pdproxy.config.problems import Loc, Problem
 from trio_pdproxy.config.tls import tls_problems
-from trio_pdproxy.config.values import Address
+from trio_pdproxy.config.values import Address, address
 
 if TYPE_CHECKING:
     from trio_pdproxy.config.settings import Settings
@@ -56,8 +56,9 @@ def contradictions(
 ) -> Iterator[Problem]:
     """What is wrong between values; nothing about the names in `wrong`, whose values are not known."""
     for role in ROLES:
-        if not engines[role] and role not in wrong:
+        if not engines[role] and role not in wrong and not _found(settings, role):
             yield Problem((role,), _how_to_give(role), between=True)
+        yield from _questions(settings, role, wrong)
     if settings.otlp_traces_endpoint is not None and not _tracing_installed():
         why = "traces need OpenTelemetry, which is not installed: pip install 'trio-pdproxy[otel]'"
         yield Problem(("otlp_traces_endpoint",), why)
@@ -139,6 +140,31 @@ def _twins(engines: Mapping[Role, list[tuple[int, EngineSpec]]]) -> Iterator[Pro
             if role == "decode" and spec.dp_size is not None:
                 text = "dp_size is for prefill engines: a decode engine spreads its requests over its ranks by itself"
                 yield Problem((role, i, "dp_size"), text, between=True)
+
+
+def _found(settings: Settings, role: Role) -> bool:
+    """Whether discovery finds engines of this role."""
+    return settings.discovery == "kubernetes" or (
+        settings.discovery == "dns" and bool(getattr(settings, f"{role}_dns"))
+    )
+
+
+def _questions(settings: Settings, role: Role, wrong: set[str]) -> Iterator[Problem]:
+    name = f"{role}_dns"
+    names: tuple[str, ...] = getattr(settings, name)
+    if wrong & {name, "discovery"} or not names:
+        return
+    if settings.discovery != "dns":
+        yield Problem((name,), f"{name} is only used with discovery dns", between=True, also=(("discovery",),))
+    for text in names:
+        try:
+            if not text.startswith("_"):
+                address(text)
+            elif len(text.split(".", 2)) < 3 or not text.split(".", 2)[1].startswith("_"):
+                raise ValueError("write _SERVICE._PROTOCOL.NAME")
+        except ValueError as error:
+            what = f"{text!r} is neither _http._tcp.NAME (SRV) nor NAME:PORT (addresses): {error}"
+            yield Problem((name,), what, between=True)
 
 
 def _how_to_give(role: Role) -> str:

@@ -298,6 +298,58 @@ class Settings(BaseModel):
         "Needs the extra [otel]; sampler, service name and the like come from OpenTelemetry's own OTEL_* variables.",
         json_schema_extra={"shown_default": "off"},
     )
+    discovery: Annotated[Literal["off", "dns", "kubernetes"], v.OffWord] = Field(
+        default="off",
+        description="Where engines are found besides those named here: dns (headless services, by their SRV or address "
+        "records) or kubernetes (pods by their labels, as they come and go).",
+    )
+    discovery_interval: v.Seconds = _seconds(
+        5.0, "Between two questions to DNS, and before a Kubernetes API that failed is asked again."
+    )
+    prefill_dns: v.Texts = Field(
+        default=(),
+        description="With discovery dns, where prefill engines are: _http._tcp.prefill.llm (SRV; _nixl._tcp of the "
+        "same service names the side channels' ports) or prefill.llm:8000 (addresses), several with commas.",
+        json_schema_extra={"shown_default": "none"},
+    )
+    decode_dns: v.Texts = Field(
+        default=(),
+        description="The same for decode engines.",
+        json_schema_extra={"shown_default": "none"},
+    )
+    dns_server: v.OptionalConnectAddress = Field(
+        default=None,
+        description="The name server to ask, HOST:PORT. Default: those of /etc/resolv.conf.",
+        json_schema_extra={"shown_default": "/etc/resolv.conf"},
+    )
+    prefill_selector: v.Selector = Field(
+        default="llm-d.ai/role=prefill",
+        description="With discovery kubernetes, the label selector of the prefill engines' pods.",
+    )
+    decode_selector: v.Selector = Field(
+        default="llm-d.ai/role=decode", description="The same for the decode engines' pods."
+    )
+    revision_label: Annotated[str, Field(pattern=r"\A([a-z0-9.-]{1,253}/)?[A-Za-z0-9._-]{1,63}\z")] = Field(
+        default="trio-pdproxy/revision",
+        description="The pods' label that tells roll-outs apart: pods that have it are paired only with pods that have "
+        "the same value, or none.",
+    )
+    kubernetes_namespace: Annotated[str, Field(pattern=r"\A([a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?)?\z")] = Field(
+        default="",
+        description="The pods' namespace.",
+        json_schema_extra={"shown_default": "the proxy's own"},
+    )
+    kubernetes_api: v.OptionalUrl = Field(
+        default=None,
+        description="The Kubernetes API, for example http://127.0.0.1:8001 where `kubectl proxy` runs. Default: that "
+        "of the cluster the proxy runs in.",
+        json_schema_extra={"shown_default": "the cluster's own"},
+    )
+    kubernetes_credentials: Path = Field(
+        default=Path("/var/run/secrets/kubernetes.io/serviceaccount"),
+        description="The folder with token, ca.crt and namespace that Kubernetes mounts into pods; read again for each "
+        "connection, because tokens expire.",
+    )
     log_level: Annotated[Literal["debug", "info", "warning", "error", "critical"], v.Lower] = Field(
         default="info", description="The least severe log records that are written."
     )

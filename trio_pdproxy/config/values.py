@@ -112,6 +112,24 @@ def optional_listen_address(value: object) -> Address | None:
     return None if off else listen_address(value)
 
 
+def optional_connect_address(value: object) -> Address | None:
+    """As `address`; None means: none is named."""
+    return None if value is None else address(value)
+
+
+def off_word(value: object) -> Any:
+    """A word in lower case; YAML reads `off` as false."""
+    return "off" if value is False else lower(value)
+
+
+def selector(value: object) -> Any:
+    """A Kubernetes label selector, not empty: an empty one selects every pod of the namespace."""
+    text = value.strip() if isinstance(value, str) else value
+    if not text or (isinstance(text, str) and not all(32 <= ord(c) < 127 for c in text)):
+        raise ValueError("write a label selector, such as app=prefill")
+    return text
+
+
 def split_url(value: object) -> tuple[str, Address]:
     """An engine's base URL as scheme and address; the port defaults to the scheme's."""
     if not isinstance(value, str):
@@ -139,6 +157,11 @@ def engine_url(value: object) -> str:
     """An engine's base URL in canonical form: `scheme://host:port`, always with the port."""
     scheme, where = split_url(value)
     return f"{scheme}://{where}"
+
+
+def optional_url(value: object) -> str | None:
+    """As `engine_url`; None means: none is named."""
+    return None if value is None else engine_url(value)
 
 
 def seconds(value: object) -> float:
@@ -224,7 +247,11 @@ _AS_OPTIONAL_TEXT = (
 ConnectAddress = Annotated[Address, PlainValidator(address), *_AS_TEXT]
 ListenAddress = Annotated[Address, PlainValidator(listen_address), *_AS_TEXT]
 OptionalListenAddress = Annotated[Address | None, PlainValidator(optional_listen_address), *_AS_OPTIONAL_TEXT]
+OptionalConnectAddress = Annotated[Address | None, PlainValidator(optional_connect_address), *_AS_OPTIONAL_TEXT]
 Url = Annotated[str, BeforeValidator(engine_url)]
+OptionalUrl = Annotated[str | None, BeforeValidator(optional_url)]
+Selector = Annotated[str, BeforeValidator(selector)]
+OffWord = BeforeValidator(off_word)
 
 
 def texts(value: object) -> Any:

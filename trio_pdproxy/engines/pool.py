@@ -181,12 +181,25 @@ class Pool:
         self.changed()
         return engines
 
+    def resume(self, name: str) -> None:
+        """Take an engine (all its ranks) that was draining into use again. Raises `KeyError`."""
+        for engine in self.roster.named(name):
+            if engine.draining:
+                engine.draining = False
+                engine.idle = trio.Event()
+                engine.poked.set()
+                log.info("%s engine %s is in use again", engine.role, engine.name)
+        self.changed()
+
     async def remove(self, name: str) -> None:
         """Drain an engine, wait until it has nothing in hand, forget it. Raises `KeyError`."""
-        engines = self.drain(name)
-        for engine in engines:
+        for engine in self.drain(name):
             await engine.idle.wait()
-        for engine in engines:
+        self.forget(name)
+
+    def forget(self, name: str) -> None:
+        """Take an engine (all its ranks) that is drained out of the set. Raises `KeyError`."""
+        for engine in self.roster.named(name):
             if engine in self._watches:
                 self._watches[engine].cancel("removed")
             self.roster.discard(engine)

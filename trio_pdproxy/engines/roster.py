@@ -99,7 +99,7 @@ class Roster:
         for p in senders:
             partners = []
             for d in self.receivers:
-                if not compatible(p, d):
+                if not compatible(p, d) or not _of_one_revision(p, d):
                     continue
                 if self._settings.warm_up and _warmth(p, d) not in self._warm:
                     self.cold.append((p, d))
@@ -135,7 +135,7 @@ class Roster:
         reasons = []
         for role, engines in (("prefill", self.prefill), ("decode", self.decode)):
             if (pair or role == "decode") and not any(engine.usable for engine in engines):
-                each = "; ".join(f"{engine.name}: {engine.why}" for engine in engines) or "none is configured"
+                each = "; ".join(f"{engine.name}: {engine.why}" for engine in engines) or "there is none"
                 reasons.append(f"no usable {role} engine ({each})")
         if not reasons:
             reasons.append(self._not_warm() if self.cold else self._incompatible())
@@ -148,12 +148,22 @@ class Roster:
     def _incompatible(self) -> str:
         p = next(engine for engine in self.prefill if engine.usable)
         d = next(engine for engine in self.decode if engine.usable)
+        if not _of_one_revision(p, d):
+            return (
+                f"no prefill engine has a decode engine of its revision ({p.name}: {p.spec.revision}, "
+                f"{d.name}: {d.spec.revision})"
+            )
         return (
             f"prefill engine {p.name} ({p.about.words()}) and decode engine {d.name} ({d.about.words()}) cannot pair: "
             "their NIXL compatibility hashes differ. Start both with the same vLLM version, the same --model text, the "
             "same KV cache dtype, layout and attention backend, and both with the same connector (NixlPushConnector "
             "or NixlPullConnector)"
         )
+
+
+def _of_one_revision(prefill: Engine, decode: Engine) -> bool:
+    ours, theirs = prefill.spec.revision, decode.spec.revision
+    return ours is None or theirs is None or ours == theirs
 
 
 def _warmth(prefill: Engine, decode: Engine) -> _Warmth:

@@ -3,6 +3,7 @@
 GET /engines                    what there is (as in /status)
 POST /engines                   {"role": "decode", "engine": "http://10.0.0.3:8200;name=d3"}
 POST /engines/NAME/drain        no new requests for it; what it has in hand may finish
+POST /engines/NAME/resume       takes one that was drained into use again
 DELETE /engines/NAME            drain, then forget: answered at once (202), done when nothing is in hand
 GET /timelines[?last=N]         the last exchanges, for `trio-pdproxy trace`
 """
@@ -81,6 +82,12 @@ def create_admin_app(app: ProxyApp, settings: Settings) -> QuartTrio:
     async def drain(name: str) -> Response:
         return _json({"engines": [engine.status() for engine in _drain(app, name)]})
 
+    @admin.post("/engines/<name>/resume")
+    async def resume(name: str) -> Response:
+        engines = _named(app, name)
+        app.pool.resume(name)
+        return _json({"engines": [engine.status() for engine in engines]})
+
     @admin.delete("/engines/<name>")
     async def remove(name: str) -> Response:
         draining = _drain(app, name)
@@ -96,8 +103,13 @@ def create_admin_app(app: ProxyApp, settings: Settings) -> QuartTrio:
 
 
 def _drain(app: ProxyApp, name: str) -> list[Engine]:
+    _named(app, name)
+    return app.pool.drain(name)
+
+
+def _named(app: ProxyApp, name: str) -> list[Engine]:
     try:
-        return app.pool.drain(name)
+        return app.pool.roster.named(name)
     except KeyError:
         raise ProxyError(f"there is no engine {name}", status=404, fault=Fault.CLIENT, code="not_found") from None
 

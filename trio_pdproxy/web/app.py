@@ -23,6 +23,7 @@ from trio_pdproxy.core.plan import Plan
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel
+from trio_pdproxy.engines.discovery import Follower, followers
 from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
 from trio_pdproxy.observe.metrics import CONTENT_TYPE, EngineState, Metrics, merged
@@ -53,6 +54,8 @@ class ProxyApp(QuartTrio):
     asgi_lifespan_class = Lifespan  # type: ignore[assignment]
     settings: Settings
     pool: Pool
+    followers: list[Follower]
+    """Of each source that engines are found in while serving, who brings the pool to what it says."""
 
     def __init__(
         self,
@@ -113,6 +116,7 @@ class ProxyApp(QuartTrio):
             dial=self._dial,
             ssl_context=self._ssl_context or engine_context(self.settings),
         )
+        self.followers = followers(self.pool, self.watched)
         self.tracing = _tracing(self.settings)
         if self._given is None:
             # One of several workers, maybe, of a server's own command.
@@ -174,7 +178,11 @@ class ProxyApp(QuartTrio):
         """Why the proxy is not ready, one sentence each; empty if it is."""
         if self.usable_pool() is None:
             return [self.not_serving().message]
-        return self.pool.missing()
+        missing = self.pool.missing()
+        if missing:
+            # What is not found may be missing because whoever should name it does not answer.
+            missing += [f"{f.source.name}: {f.source.trouble}" for f in self.followers if f.source.trouble]
+        return missing
 
     def status(self) -> dict[str, object]:
         """For /status."""
@@ -188,6 +196,7 @@ class ProxyApp(QuartTrio):
             "policy": {"prefill": self.settings.prefill_policy, "decode": self.settings.decode_policy},
             "active": self.active,
             "waiting": self.pool.waiting,
+            "discovery": [follower.status() for follower in self.followers],
             "engines": [engine.status() for engine in self.pool.engines],
         }
 

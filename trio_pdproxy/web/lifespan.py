@@ -15,7 +15,6 @@ from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, LifespanScop
 
 from trio_pdproxy.config import ConfigError
 from trio_pdproxy.core.errors import only
-from trio_pdproxy.engines.discovery.file import watch_file
 from trio_pdproxy.exchange import keep_warm
 from trio_pdproxy.web.auth import watch_keys
 
@@ -47,8 +46,8 @@ class Lifespan:
                 nursery.start_soon(self.app.pool.run)
                 if self.app.siblings is not None:
                     await nursery.start(self.app.siblings.run)
-                if self.app.watched is not None:
-                    nursery.start_soon(watch_file, self.app.pool, *self.app.watched)
+                for follower in self.app.followers:
+                    nursery.start_soon(follower.run)
                 if self.app.gate is not None and self.app.settings.client_keys_file is not None:
                     nursery.start_soon(watch_keys, self.app.gate, self.app.settings.client_keys_file)
                 if self.app.settings.warm_up:
