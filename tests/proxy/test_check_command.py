@@ -89,7 +89,7 @@ async def strand(p: SimEngine, d: SimEngine) -> None:
     async with open_client(d.url, timeout=10) as client:
         with trio.move_on_after(0.5):
             await client.post("/v1/completions", json=body, headers=headers)
-    await until(lambda: d.core.pool.in_use > 0, 5)
+    await until(lambda: d.orphans == 1, 5)
 
 
 async def test_a_script_is_checked_before_it_is_started(tmp_path: Path) -> None:

@@ -96,7 +96,9 @@ def parse(raw: bytes, content_type: str, *, kind: Kind, settings: SimSettings) -
         text = "Stream options can only be defined when `stream=True`. (parameter=stream_options)"
         raise _bad(text, "stream_options")
     max_tokens = _max_tokens(body, prompts, settings, kind)
-    n = (body.get("n") or 1) if kind in ("completions", "chat") else 1
+    n = 1 if kind not in ("completions", "chat") or body.get("n") is None else int(body["n"])
+    if n < 1:
+        raise _bad(f"n must be at least 1, got {n}.")
     if n > 1 and body.get("temperature") == 0:
         raise _bad(f"n must be 1 when using greedy sampling, got {n}.")
     params = body.get("kv_transfer_params")
