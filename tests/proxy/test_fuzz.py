@@ -1,6 +1,6 @@
 """Whatever comes in: an answer, never a 500, and nothing at an engine that should have been stopped.
 
-`PDPROXY_FUZZ=50000 pytest tests/proxy/test_fuzz.py` tries more than the usual few thousand inputs.
+`FUZZ_EXAMPLES=50000 pytest tests/proxy/test_fuzz.py` tries more than the usual few thousand inputs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from outcome import capture
 from trio_pdproxy.sim import SeenRequest, SimSettings
 from trio_pdproxy.testing import Rig, open_rig
 
-EXAMPLES = int(os.environ.get("PDPROXY_FUZZ", "700"))
+EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "700"))
 fuzzed = settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=list(HealthCheck))
 pytestmark = pytest.mark.timeout(60 + EXAMPLES)
 
