@@ -541,3 +541,24 @@ async def test_who_comes_while_a_pair_has_its_first_transfer_waits_for_that(
         assert [first.error and first.error.status, second.error and second.error.status] == [503, 503]
         pool.roster.warmed(p, d)
         assert await pool.take(Want(pair=True)) == (p, d)
+
+
+async def test_who_comes_while_the_last_engine_is_asked_again_waits_for_that(
+    autojump_clock: trio.testing.MockClock,
+) -> None:
+    pool = make(prefill=2)
+    for engine in pool.prefill:
+        engine.doubt("failed 3 times in a row")
+    async with trio.open_nursery() as nursery:
+        one, other = Request(pool, nursery), Request(pool, nursery, avoid=("p0",))
+        await settle()
+        assert [one.waiting, other.waiting] == [True, True]
+        pool.prefill[1].up = False
+        pool.changed()
+        await settle()
+        assert [one.waiting, other.error and other.error.status] == [True, 503]
+        pool.prefill[0].doubts_settled = pool.prefill[0].doubts
+        pool.changed()
+        await settle()
+        assert one.taken is not None
+        assert names(one.taken) == ["p0", "d0"]

@@ -141,6 +141,11 @@ class Engine:
         """What was learned may be wrong (it answered with other coordinates): not used until learned again."""
         return self.doubts > self.doubts_settled
 
+    @property
+    def being_asked(self) -> bool:
+        """Who it is and whether it can serve is just being asked, for the first time or once more: soon it is known."""
+        return not self.draining and (not self.looked or (self.up and self.doubted))
+
     def doubt(self, why: str) -> None:
         """Take it out of use until it has been asked again who it is."""
         self.doubts += 1

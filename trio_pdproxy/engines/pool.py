@@ -216,7 +216,7 @@ class Pool:
 
         Who takes gives back: `give_back(engine)` for each, once. Raises `ProxyError` 503 where no engine
         could serve however long one waits, 429 where the queue is full or its deadline has passed. While engines are
-        being asked for the first time who they are, that is not known yet, and one waits.
+        just being asked who they are, that is not known yet, and one waits.
         """
         self._serve_waiters()
         # Who still waits then waits for something else than what is free: no reason to stand behind it.
@@ -320,8 +320,7 @@ class Pool:
         return routing.any_one(self.roster.receivers, avoid)
 
     def _may_become_possible(self, pair: bool, avoid: Collection[str] = ()) -> bool:
-        """Not once an engine has failed this request: the others were known when it was sent."""
-        return self.possible(pair, avoid) or (not avoid and self.roster.learning(pair))
+        return self.possible(pair, avoid) or self.roster.learning(pair, avoid)
 
     # -- who must not hold engines for ever ------------------------------------------------------
 

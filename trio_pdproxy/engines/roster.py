@@ -6,7 +6,7 @@ The pairs are worked out when something changes, not for each request.
 from __future__ import annotations
 
 import ssl
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import trio
 
@@ -121,12 +121,14 @@ class Roster:
         self._failed.add(_warmth(prefill, decode))
         self._changed()
 
-    def learning(self, pair: bool) -> bool:
-        """Whether there are engines (or, asked for a pair, pairs) of which it is not known yet if they can serve."""
+    def learning(self, pair: bool, avoid: Collection[str] = ()) -> bool:
+        """Whether there are engines (asked for a pair: pairs) of which it is just being found out if they can serve;
+        those to `avoid` left out."""
         wanted = [*self.prefill, *self.decode] if pair else self.decode
-        if not all(engine.looked for engine in wanted):
+        if any(engine.being_asked for engine in wanted if engine.name not in avoid):
             return True
-        return pair and any(_warmth(*cold) not in self._failed for cold in self.cold)
+        cold = (warm for warm in self.cold if pair and not any(engine.name in avoid for engine in warm))
+        return any(_warmth(*one) not in self._failed for one in cold)
 
     # -- in words --------------------------------------------------------------------------------
 
