@@ -231,6 +231,18 @@ async def leave_behind(rig: Rig, way: str) -> None:
             await trio.sleep(0.005)
 
 
+@pytest.mark.parametrize("way", ["close", "reset"])
+async def test_a_client_that_leaves_with_the_last_event_has_had_its_answer(way: Any) -> None:
+    async with open_rig(**BOUNDS) as rig, connected(rig.url) as client:
+        rig.d.faults.add(Fault("after_body", "hang"))
+        await client.send(asked("all of it", stream=True))
+        await client.until(b"[DONE]")
+        await client.leave(way)
+        await until(lambda: not rig.app.active)
+        assert rig.report.outcome == "ok"
+        assert await settle(rig, NOTHING) == {}
+
+
 # -- old clients -------------------------------------------------------------------------------
 
 

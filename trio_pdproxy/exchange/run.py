@@ -250,6 +250,8 @@ class _Exchange:
                     await self.sink.flush()
                     dispatch.blocked_since = None
                     now, moved = trio.current_time(), -inf
+                if api.end in block and not leg.error_seen:
+                    self.report.outcome = "ok"  # which stands if the client does not wait for the end of the body
                 if now >= moved + slack:
                     moved = now
                     dispatch.decode.heard = now
@@ -271,6 +273,10 @@ class _Exchange:
             await self._finish(dispatch)
             self.report.outcome = "decode_error" if leg.error_seen else "ok"
             return
+        await self._cut(dispatch, broken, last)
+
+    async def _cut(self, dispatch: Dispatch, broken: str, last: bytes) -> None:
+        """The visible break of a stream whose decode engine's broke: an error event after `last`, and no end."""
         dispatch.end_stream(complete=False, blame=broken)
         self.report.outcome = "cut"
         cut = ProxyError(
@@ -279,8 +285,8 @@ class _Exchange:
             fault=Fault.DECODE,
             code="stream_broken",
         )
-        with trio.move_on_after(settings.write_timeout):
-            await self._write(cut.event(api.dialect, after=last))
+        with trio.move_on_after(self.pool.settings.write_timeout):
+            await self._write(cut.event(self.plan.api.dialect, after=last))
 
     async def _shown(self, block: bytes, dispatch: Dispatch) -> bytes:
         """Events as the client may see them: one at a stream's end for most APIs, so this may cost something."""

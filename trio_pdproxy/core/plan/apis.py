@@ -56,6 +56,8 @@ class Api:
     """What is in each event that may hold something to put right for the client, and in no other. Generated text
     cannot hold it: a quote in it is escaped."""
     usage: Usage = Usage.PROMPT
+    end: bytes = b"data: [DONE]"
+    """What is in a stream's last event: a client that has it has had its answer, and may be gone."""
 
     @property
     def alone(self) -> bool:
@@ -108,6 +110,7 @@ PAIRED = (
         early=(b"response.created", b"response.queued", b"response.in_progress"),
         mark=b'"kv_transfer_params"',
         usage=Usage.INPUT,
+        end=b'"type":"response.completed"',
     ),
     Api(
         path="/v1/messages",
@@ -120,6 +123,7 @@ PAIRED = (
         opening=b'"type":"message_start"',
         mark=b'"message_delta"',
         usage=Usage.CACHE_READ,
+        end=b'"type":"message_stop"',
     ),
 )
 """Served by a prefill and a decode engine."""
