@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import httpx
 import pytest
 import trio
 
@@ -83,18 +84,23 @@ def anthropic_sync(url: str) -> list[str]:
 
 def langchain(url: str) -> list[str]:
     module = pytest.importorskip("langchain_openai")
-    chat = module.ChatOpenAI(
-        base_url=f"{url}/v1", api_key=KEY, model=MODEL, temperature=0, max_tokens=TOKENS, max_retries=0
-    )
-    text = module.OpenAI(
-        base_url=f"{url}/v1", api_key=KEY, model=MODEL, temperature=0, max_tokens=TOKENS, max_retries=0
-    )
     question = said("langchain")[0]["content"]
-    return [
-        chat.invoke(question).content,
-        "".join(str(piece.content) for piece in chat.stream(question)),
-        text.invoke("langchain text, once upon a time"),
-    ]
+    with httpx.Client() as http:  # its own are never closed
+        asked: dict[str, Any] = {
+            "base_url": f"{url}/v1",
+            "api_key": KEY,
+            "model": MODEL,
+            "temperature": 0,
+            "max_tokens": TOKENS,
+            "max_retries": 0,
+            "http_client": http,
+        }
+        chat, text = module.ChatOpenAI(**asked), module.OpenAI(**asked)
+        return [
+            chat.invoke(question).content,
+            "".join(str(piece.content) for piece in chat.stream(question)),
+            text.invoke("langchain text, once upon a time"),
+        ]
 
 
 def litellm(url: str) -> list[str]:

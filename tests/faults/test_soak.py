@@ -153,8 +153,10 @@ async def test_hours_of_traffic_in_small(tables: Tables, monkeypatch: pytest.Mon
     monkeypatch.setattr("trio_pdproxy.engines.connections.KEEPALIVE", 3.0)
     # Each block of a simulated engine remembers what was in it: few, so that all of them have had something early.
     sim = SimSettings(itl=0.0005, num_blocks=4096)
-    # A fault of its own and one that another request left in a kept-alive connection may meet in one request.
-    bounds: dict[str, Any] = {"health_interval": 3600, "health_timeout": 30, "shutdown_grace": 1, "attempts": 3}
+    bounds: dict[str, Any] = {"health_interval": 3600, "health_timeout": 30, "shutdown_grace": 1}
+    # So that there always is another pair: with this many faults engines would be left alone, and a fault of its own
+    # and one that another request left in a kept-alive connection may meet in one request.
+    bounds |= {"attempts": 3, "eject_after": 1_000_000}
     async with open_rig(prefill=2, decode=2, sim=sim, **bounds) as rig:
         soak = Soak(rig, random.Random(SEED), ends=trio.current_time() + SECONDS)
         sizes: list[int] = []
