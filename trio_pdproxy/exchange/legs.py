@@ -171,11 +171,7 @@ class DecodeLeg:
             raise BrokenError("the stream ended before its first event")
         if self.report.first is None:
             self.report.first = trio.current_time()
-        try:
-            block = self.framer.feed(data)
-        except sse.EventTooLongError as error:
-            self.connection.spoiled = True
-            raise BrokenError(str(error)) from error
+        block = self._whole_events(data)
         self.opening += block
         if block:
             # Comments say nothing: an engine may send them (`: ping`) long before it has its KV. Nor do the events
@@ -202,6 +198,15 @@ class DecodeLeg:
         # proves that the engine holds nothing, and here one of several sequences speaks only for itself.
         return Decode.REJECTED if status < 500 and not self._several else Decode.FAILED
 
+    def _whole_events(self, data: bytes) -> bytes:
+        """The whole events that `data` completes. Raises `BrokenError` where one has no end."""
+        assert self.framer is not None
+        try:
+            return self.framer.feed(data)
+        except sse.EventTooLongError as error:
+            self.connection.spoiled = True
+            raise BrokenError(str(error)) from error
+
     async def more(self) -> bytes:
         """The stream's next whole events; `b""` at its proper end, after which `framer.tail` may hold a last
         unfinished one. Raises `BrokenError`."""
@@ -211,12 +216,7 @@ class DecodeLeg:
             if not data:
                 self.report.end = trio.current_time()
                 return b""
-            try:
-                block = self.framer.feed(data)
-            except sse.EventTooLongError as error:
-                self.connection.spoiled = True
-                raise BrokenError(str(error)) from error
-            if block:
+            if block := self._whole_events(data):
                 if b'"error"' in block and any(sse.error_event(event) for event in sse.events(block)):
                     self.error_seen = True
                 return block

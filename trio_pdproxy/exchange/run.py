@@ -85,7 +85,6 @@ class _Exchange:
         self.sink = sink
         self.report = report
         self.new_id = new_id
-        self._front = trio.CancelScope()
         self._turn = trio.Lock()
         self._pinging: trio.CancelScope | None = None
         """Where comments are sent while a stream waits: until its first event, or another answer."""
@@ -100,10 +99,9 @@ class _Exchange:
         self.report.outcome = "disconnect"
         if self.plan.stream and self.pool.settings.ping_interval:
             self._pinging = trio.CancelScope()
-            legs.start_soon(self._ping, self._pinging)
+            legs.start_soon(self._ping, self._pinging, legs.cancel_scope)
         try:
-            with self._front:
-                await self._try_pairs(legs)
+            await self._try_pairs(legs)
         except ProxyError as error:
             await self._answer_error(error)
         except Exception:
@@ -114,7 +112,7 @@ class _Exchange:
                 self._pinging.cancel("the exchange is over")
             self.report.last_byte = trio.current_time()
 
-    async def _ping(self, scope: trio.CancelScope) -> None:
+    async def _ping(self, scope: trio.CancelScope, exchange: trio.CancelScope) -> None:
         """Comments for whoever closes silent connections. The first one commits the status; other pairs may still be
         tried after it, for nothing has been said."""
         settings = self.pool.settings
@@ -127,7 +125,7 @@ class _Exchange:
                             await self._start_response(200, [_SSE_TYPE])
                         await self.sink.write(_PING)
                 if taken.cancelled_caught:
-                    self._front.cancel("the client stopped reading")
+                    exchange.cancel("the client stopped reading")  # its debts are shielded from that
                     return
 
     async def _try_pairs(self, legs: trio.Nursery) -> None:

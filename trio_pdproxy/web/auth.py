@@ -19,12 +19,11 @@ from pathlib import Path
 import trio
 
 from trio_pdproxy.config import Settings, split_keys
+from trio_pdproxy.config.edits import edited, stamp_of
 from trio_pdproxy.core.errors import Fault, ProxyError
 
 log = logging.getLogger("trio_pdproxy.auth")
 
-INTERVAL = 1.0
-"""Seconds between two looks at the file of keys."""
 TOLD_EVERY = 10.0
 """Seconds between two log records about keys that were wrong: guessing must not fill the disk."""
 
@@ -113,11 +112,10 @@ def _key_in(headers: Headers) -> bytes:
 
 async def watch_keys(gate: Gate, path: Path) -> None:
     """Use every edit of the file of keys at once, until cancelled. A file that cannot be used changes nothing."""
-    seen = await _stamp(path)
+    seen = await stamp_of(path)
     while True:
-        await trio.sleep(INTERVAL)
-        stamp = await _stamp(path)
-        if stamp is None or stamp == seen:
+        stamp = await edited(path, seen)
+        if stamp is None:
             continue
         seen = stamp
         try:
@@ -131,11 +129,3 @@ async def watch_keys(gate: Gate, path: Path) -> None:
             continue
         gate.keys = Keys(keys)
         log.info("%s was edited: %d keys are valid", path, len(keys))
-
-
-async def _stamp(path: Path) -> tuple[int, int, int] | None:
-    try:
-        stat = await trio.Path(path).stat()
-    except OSError:
-        return None  # between two renames
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino

@@ -18,6 +18,8 @@ from importlib.metadata import version
 
 import trio
 
+from trio_pdproxy.engines.wire import read_socket
+
 EXTENSION = "trio_pdproxy.direct"
 
 SUPPORTED = version("hypercorn").startswith("0.18.")
@@ -91,16 +93,7 @@ class Direct:
         """As the stream's own, in fewer steps where it is a plain socket. Always a checkpoint."""
         if self._socket is None:
             return bytes(await self._stream.receive_some(size))
-        while True:
-            if self._socket.fileno() < 0:
-                raise trio.ClosedResourceError("this end has closed it")
-            await trio.lowlevel.wait_readable(self._socket)
-            try:
-                return os.read(self._socket.fileno(), size)
-            except BlockingIOError:
-                continue
-            except OSError as error:
-                raise trio.BrokenResourceError(str(error)) from error
+        return await read_socket(self._socket, size)
 
 
 def chunk(data: bytes) -> bytes:

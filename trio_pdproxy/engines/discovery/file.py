@@ -12,14 +12,10 @@ from pathlib import Path
 import trio
 
 from trio_pdproxy.config import ROLES, ConfigError, Settings
+from trio_pdproxy.config.edits import edited, stamp_of
 from trio_pdproxy.engines.discovery.source import Found, Tell
 
 log = logging.getLogger("trio_pdproxy.discovery")
-
-INTERVAL = 1.0
-"""Seconds between two looks at the file."""
-
-Stamp = tuple[int, int, int] | None
 
 
 class FileSource:
@@ -45,13 +41,9 @@ class FileSource:
         ]
 
     async def watch(self, tell: Tell) -> None:
-        seen = await _stamp(self._path)
+        seen = await stamp_of(self._path)
         while True:
-            await trio.sleep(INTERVAL)
-            stamp = await _stamp(self._path)
-            if stamp == seen:
-                continue
-            seen = stamp
+            seen = await edited(self._path, seen)
             try:
                 wanted = await trio.to_thread.run_sync(self._load)
             except ConfigError as error:
@@ -62,15 +54,6 @@ class FileSource:
             _say_what_waits(self._settings, wanted)
             self._settings = wanted
             tell(self.current)
-
-
-async def _stamp(path: Path) -> Stamp:
-    """What changes with every edit, also one that replaces the file (editors and Kubernetes do)."""
-    try:
-        stat = await trio.Path(path).stat()
-    except OSError:
-        return None  # between two renames; a file that stays away is no edit
-    return stat.st_mtime_ns, stat.st_size, stat.st_ino
 
 
 def _say_what_waits(current: Settings, wanted: Settings) -> None:
