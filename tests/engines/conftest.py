@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import re
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from outcome import Outcome, capture
 from trio_pdproxy.launch import SupervisedEngine, open_vllm
 
 from . import hand
+from .harness import heal
 
 # Short, so that tests of what happens after it need not wait for vLLM's 30 s.
 LEASE = 12
@@ -24,6 +26,10 @@ LEASE = 12
 START_SECONDS = 900
 RESTART_SECONDS = 180
 STOP_SECONDS = 60
+LOGS_SO_FAR = pytest.StashKey[list[tuple[Path, int]]]()
+"""Each engine's log, and how much of it was there when the test began."""
+TOLD = re.compile(r"WARNING|ERROR|POST /v1/\S+ HTTP/1.1\" 5")
+TOLD_LINES = 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +129,7 @@ def _view(running: SupervisedEngine) -> Engine:
 
 
 @pytest.fixture(scope="session")
-def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPair]:
+def vllm_engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPair]:
     """Started once, warmed up, stopped at the end of the session. Logs: `.prefill.log_path` and so on."""
     engines = VllmPair(tmp_path_factory.mktemp("engines"))
     engines.start()
@@ -131,3 +137,24 @@ def vllm_pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmPair]:
         yield engines
     finally:
         engines.stop()
+
+
+@pytest.fixture
+async def vllm_pair(vllm_engines: VllmPair, request: pytest.FixtureRequest) -> VllmPair:
+    """The engines, holding nothing of an earlier test; where this one fails, what they logged meanwhile is told."""
+    await heal(vllm_engines)
+    engines = (vllm_engines.prefill, vllm_engines.decode)
+    request.node.stash[LOGS_SO_FAR] = [(engine.log_path, engine.log_path.stat().st_size) for engine in engines]
+    return vllm_engines
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    report = yield
+    if report.failed:
+        for path, before in item.stash.get(LOGS_SO_FAR, ()):
+            with path.open("rb") as log:
+                log.seek(before)
+                told = [line for line in log.read().decode(errors="replace").splitlines() if TOLD.search(line)]
+            report.sections.append((f"warnings and errors in {path.name}", "\n".join(told[-TOLD_LINES:])))
+    return report

@@ -7,6 +7,7 @@ from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
 import httpx
+import trio
 
 from trio_pdproxy.config import Settings
 from trio_pdproxy.engines.transport import open_client
@@ -14,10 +15,12 @@ from trio_pdproxy.serve import serving
 from trio_pdproxy.testing import Streamed, until
 from trio_pdproxy.web.app import ProxyApp, create_app
 
+from . import hand
 from .hand import MODEL
 from .metrics import EngineMetrics, wait_for
 
 if TYPE_CHECKING:
+    from .conftest import Engine as VllmEngine
     from .conftest import VllmPair
 
 COMPLETIONS = "/v1/completions"
@@ -80,3 +83,22 @@ async def quiet(pair: VllmPair) -> tuple[EngineMetrics, EngineMetrics]:
     d = await wait_for(pair.decode.url, lambda now: now.idle, seconds=5)
     p = await wait_for(pair.prefill.url, lambda now: now.idle, seconds=pair.lease + 10)
     return p, d
+
+
+async def heal(pair: VllmPair) -> None:
+    """What a test that failed has left behind is no fault of the next one. Prefill may still wait for a lease."""
+    try:
+        await wait_for(pair.decode.url, lambda now: now.idle, seconds=5)
+        await wait_for(pair.prefill.url, lambda now: now.running == now.waiting == 0, seconds=5)
+    except (AssertionError, httpx.HTTPError):
+        await restart(pair, pair.prefill, pair.decode)
+        p = await hand.learn(pair.prefill.side_channel)
+        await hand.pair(pair.prefill.url, pair.decode.url, p, "warm up again", again_after=pair.lease + 2)
+        await quiet(pair)
+
+
+async def restart(pair: VllmPair, *engines: VllmEngine) -> None:
+    """All at the same time; back when each is ready."""
+    async with trio.open_nursery() as nursery:
+        for engine in engines:
+            nursery.start_soon(trio.to_thread.run_sync, pair.restart, engine)

@@ -26,8 +26,7 @@ from trio_pdproxy.engines.transport import open_client
 from trio_pdproxy.testing import until
 from trio_pdproxy.web.app import ProxyApp
 
-from . import hand
-from .harness import CHAT, COMPLETIONS, ask_single, body_of, over, proxy, quiet, text_of
+from .harness import CHAT, COMPLETIONS, ask_single, body_of, over, proxy, quiet, restart, text_of
 from .hop import Fault, Hop, open_hop
 from .metrics import read_metrics, wait_for
 
@@ -177,7 +176,7 @@ async def open_stand(
 ) -> AsyncIterator[Stand]:
     """`hops`: before which of both engines (p, d) there is one. `second`: the role of which the proxy is given the
     engine once more, past its hop, as if it were another. Ends with both engines holding nothing."""
-    await heal(pair)
+    await quiet(pair)
     async with open_hop(pair.prefill.url) as p, open_hop(pair.decode.url) as d:
         # With its sizes given prefill is not probed: a probe would hold a block for a whole lease in every test.
         more = f";lease={pair.lease};tp_size=1"
@@ -193,24 +192,6 @@ async def open_stand(
         async with proxy(pair, **(ours | settings)) as (app, client):
             yield Stand(pair, p, d, app, client, capsys)
     await quiet(pair)
-
-
-async def heal(pair: VllmPair) -> None:
-    """What a test that failed has left behind is no fault of the next one."""
-    try:
-        await quiet(pair)
-    except (AssertionError, httpx.HTTPError):
-        await restart(pair, pair.prefill, pair.decode)
-        p = await hand.learn(pair.prefill.side_channel)
-        await hand.pair(pair.prefill.url, pair.decode.url, p, "warm up again", again_after=pair.lease + 2)
-        await quiet(pair)
-
-
-async def restart(pair: VllmPair, *engines: VllmEngine) -> None:
-    """All at the same time; back when each is ready."""
-    async with trio.open_nursery() as nursery:
-        for engine in engines:
-            nursery.start_soon(trio.to_thread.run_sync, pair.restart, engine)
 
 
 async def together(*asks: Callable[[], Awaitable[Seen]]) -> list[Seen]:

@@ -264,6 +264,9 @@ async def test_every_parameter_gives_the_text_or_the_error_of_one_engine(
                     nursery.start_soon(one, path, number)
         await over(app)
         stranded = app.pool.decode[0].stranded
+        slow = [
+            report for report in app.recent if (report.ended or trio.current_time()) - report.accepted > PATIENCE / 2
+        ]
     different = {
         f"{path} {CASES[path][number]}": (ours[path, number], alone[path, number])
         for path, number in NAMES
@@ -275,7 +278,8 @@ async def test_every_parameter_gives_the_text_or_the_error_of_one_engine(
         print({status: statuses.count(status) for status in sorted(set(statuses))})
         for name, (got, wanted) in different.items():
             print(f"  {name}\n    proxy: {str(got)[:400]}\n    alone: {str(wanted)[:400]}")
-    assert not different
+        print(*slow, sep="\n")
+    assert not different, "told above"
     assert stranded == 0
     assert statuses.count(200) > len(NAMES) // 2
     await quiet(vllm_pair)

@@ -154,6 +154,8 @@ def test_a_port_in_use_is_exit_code_1_and_says_so() -> None:
         for args in (
             ("serve", "--bind", bind, "--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"),
             ("demo", "--bind", bind),
+            ("sim", "--prefill-port", bind.rpartition(":")[2], "--decode-port", "0", "--side-port", "0"),
+            ("sim", "--prefill-port", "0", "--decode-port", "0", "--side-port", bind.rpartition(":")[2]),
         ):
             done = run(*args)
             assert done.returncode == 1

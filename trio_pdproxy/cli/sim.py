@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import signal
+import sys
 from dataclasses import replace
 
 import click
 import trio
 
+from trio_pdproxy.core.errors import only
 from trio_pdproxy.sim import Fabric, HttpTransport, Mode, SimEngine, SimSettings, Transport
 from trio_pdproxy.sim.core import Role
 
@@ -55,6 +57,8 @@ def sim(
     """Run simulated engines and print their addresses, one line an engine.
 
     They speak vLLM's HTTP and answer GET_META. Their KV travels inside this process unless told otherwise.
+
+    Exit code 0 after SIGINT or SIGTERM; 1 where a port cannot be had.
     """
     settings = SimSettings(
         model=model,
@@ -87,7 +91,13 @@ def sim(
                 )
             )
             side_port += ranks if side_port else 0
-    trio.run(serve, engines)
+    try:
+        trio.run(serve, engines)
+    except BaseExceptionGroup as group:
+        if (error := only(group, OSError)) is None:
+            raise
+        click.echo(f"trio-pdproxy sim: {error.strerror}; choose another port", err=True)
+        sys.exit(1)
 
 
 async def serve(engines: list[SimEngine], *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import os
 import uuid
 
 import msgspec
@@ -173,7 +174,7 @@ class SimEngine:
                     self._serving = nursery.cancel_scope
                     self._down = trio.Event()
                     await nursery.start(self._side.serve, self.ranks)
-                    listeners = await trio.open_tcp_listeners(self.port, host=self.host)
+                    listeners = await self._listen()
                     self.port = listeners[0].socket.getsockname()[1]
                     for core in self.ranks:
                         core.url = self.url
@@ -191,6 +192,13 @@ class SimEngine:
                 self._serving = None
                 self._down.set()
             await self._revived.wait()
+
+    async def _listen(self) -> list[trio.SocketListener]:
+        try:
+            return await trio.open_tcp_listeners(self.port, host=self.host)
+        except OSError as error:
+            why = os.strerror(error.errno) if error.errno else str(error)
+            raise OSError(error.errno, f"cannot listen on {self.host}:{self.port}: {why}") from error
 
     async def serve_stream(self, stream: trio.abc.Stream) -> None:
         """Serve one HTTP connection and close it. A dead engine closes it at once."""

@@ -100,9 +100,9 @@ class SideChannel:
                     router.linger = 0
                     router.bind(f"tcp://{self.host}:{first + rank or '*'}")
                     first = first or int(router.getsockopt_string(zmq.LAST_ENDPOINT).rpartition(":")[2])
-            except zmq.ZMQError:
+            except zmq.ZMQError as error:
                 if self.port or count == 1 or attempt + 1 == _ATTEMPTS:
-                    raise
+                    raise OSError(error.errno, f"cannot listen on the side channel: {error}") from error
                 for router in routers:
                     router.close(0)
                 continue
