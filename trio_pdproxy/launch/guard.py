@@ -1,10 +1,11 @@
 """Run one command so that it cannot outlive its launcher. Run as a script; the launcher imports its functions only.
 
-    python -I -S guard.py FD NICE COMMAND [ARG...]
+    python -I -S guard.py FD NICE CPUS COMMAND [ARG...]
 
 FD is the read end of a pipe whose only write end the launcher holds. When that end closes, which the
 kernel sees to however the launcher ends (SIGKILL too), the guard kills its whole process group. The
-guard must lead that group; it ends as the command ended: with its exit code, or by its signal.
+guard must lead that group; it ends as the command ended: with its exit code, or by its signal. CPUS: those the group
+may run on, as `0,2`; `-`: any.
 
 Why not PR_SET_PDEATHSIG: it follows the *thread* that forked, and trio starts processes in a worker
 thread that retires after ten idle seconds: the engine would be killed then. It would not reach
@@ -126,12 +127,14 @@ def _end_group() -> None:
 
 
 def main(argv: list[str]) -> NoReturn:
-    watch, nice, command = int(argv[0]), int(argv[1]), argv[2:]
+    watch, nice, cpus, command = int(argv[0]), int(argv[1]), argv[2], argv[3:]
     if os.getpgrp() != os.getpid():
         sys.exit("guard.py must lead its process group (start_new_session)")
     for number in PASSED_BY:
         signal.signal(number, _ignore)
     os.nice(nice)
+    if cpus != "-":
+        os.sched_setaffinity(0, map(int, cpus.split(",")))
     child = os.fork()
     if child == 0:
         _exec(command, watch)
