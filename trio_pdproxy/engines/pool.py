@@ -25,6 +25,7 @@ from trio_pdproxy.core.health import RetryBudget
 from trio_pdproxy.engines.connections import Dial
 from trio_pdproxy.engines.coordinates import SideChannel, ZmqSideChannel
 from trio_pdproxy.engines.engine import Engine
+from trio_pdproxy.engines.hub import Hub
 from trio_pdproxy.engines.monitor import watch
 from trio_pdproxy.engines.roster import Roster
 
@@ -98,6 +99,8 @@ class Pool:
         self._arrivals = 0
         self.waiting = 0
         """Requests in the queue."""
+        self.hub = Hub()
+        """Watches the decode engines' streams."""
         self._backs: set[trio.CancelScope] = set()
         self._fronts: set[Front] = set()
         self._turns = {True: 0, False: 0}  # pairs and single engines take turns each for themselves
@@ -122,6 +125,7 @@ class Pool:
         """Watch every engine until cancelled; started once each has been looked at for the first time."""
         try:
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self.hub.run)
                 async with trio.open_nursery() as first:
                     for engine in self.engines:
                         first.start_soon(self._nursery.start, self._watch, engine)

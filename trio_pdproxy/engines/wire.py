@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 
 import httptools
@@ -224,6 +225,35 @@ class Connection:
         data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
         self._data = []
         return data
+
+    @property
+    def waiting_for(self) -> int | None:
+        """The socket that more of the body can be waited for at; None where that is no way to it: some has come, or
+        the end, or this is no plain socket."""
+        if self._fast is None or self._data or self._complete or self._failure is not None:
+            return None
+        return fd if (fd := self._fast.fileno()) >= 0 else None
+
+    def receive_now(self) -> bytes | None:
+        """What has come of the body, `b""` where nothing has, without a checkpoint. None: something else is there (its
+        end, a failure), which `receive_body` tells. Only while `waiting_for` is a socket."""
+        assert self._fast is not None
+        try:
+            data = os.read(self._fast.fileno(), READ_SIZE)
+        except BlockingIOError:
+            return b""
+        except OSError as error:
+            self.spoiled = True
+            self._failure = BrokenError(f"connection lost while receiving ({error.strerror})")
+            return None
+        if not data:
+            return None  # and so it will be for whoever reads again
+        with suppress(BrokenError):  # it is kept
+            self._take_in(data)
+        if self._complete or self._failure is not None:
+            return None
+        pieces, self._data = self._data, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     async def receive_all(self, limit: int) -> bytes:
         """The whole body, of at most `limit` bytes (`BrokenError` beyond). Not resumable."""

@@ -216,10 +216,21 @@ class DecodeLeg:
             if not data:
                 self.report.end = trio.current_time()
                 return b""
-            if block := self._whole_events(data):
-                if b'"error"' in block and any(sse.error_event(event) for event in sse.events(block)):
-                    self.error_seen = True
+            if block := self._looked_at(data):
                 return block
+
+    def more_now(self) -> bytes | None:
+        """The whole events that have come, without a checkpoint; `b""` where none has. None: `more` has to be asked.
+        Only while the connection is `waiting_for` a socket. Raises `BrokenError`."""
+        data = self.connection.receive_now()
+        return self._looked_at(data) if data else data
+
+    def _looked_at(self, data: bytes) -> bytes:
+        """The whole events that `data` completes, an error among them noted."""
+        block = self._whole_events(data)
+        if b'"error"' in block and any(sse.error_event(event) for event in sse.events(block)):
+            self.error_seen = True
+        return block
 
     @property
     def passed_headers(self) -> Headers:

@@ -31,7 +31,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import inf
+from functools import partial
 from random import random
 from uuid import uuid4
 
@@ -44,9 +44,9 @@ from trio_pdproxy.core.plan import Kind, Plan, shown_answer, shown_block, tokens
 from trio_pdproxy.core.report import Report
 from trio_pdproxy.core.verdict import Decode, Instead, Prefill, Step, Verdict
 from trio_pdproxy.engines.pool import Pool, Taken, Want
-from trio_pdproxy.engines.wire import BrokenError
 from trio_pdproxy.exchange.dispatch import Dispatch
 from trio_pdproxy.exchange.legs import Answer
+from trio_pdproxy.exchange.relay import Relay
 from trio_pdproxy.exchange.sink import Sink
 
 ANSWER_PIECE = 256 * 1024
@@ -221,57 +221,25 @@ class _Exchange:
                 await self._answer(failure, self._outcome_of(failure.status))
 
     async def _relay(self, dispatch: Dispatch) -> None:
-        """The commit, and the stream after it, in whole events."""
+        """The commit, the stream after it, and its end."""
         leg = dispatch.decode_leg
         assert leg is not None and leg.head is not None and leg.framer is not None  # noqa: PT018
-        settings = self.pool.settings
         await self._stop_pinging()
         if not self.sink.started:
             await self._start_response(leg.head.status, leg.passed_headers)
-        block, leg.opening = leg.opening, b""
-        api = self.plan.api
-        last = b""
-        broken: str | None = None
-        # Moving a deadline costs more than an event does: it is moved now and then, and by so much more.
-        slack = settings.idle_timeout / 64
-        moved = -inf
-        with self.pool.streaming(dispatch), trio.CancelScope() as scope:
-            while block:
-                now = trio.current_time()
-                if api.mark in block:
-                    block = await self._shown(block, dispatch)
-                last = block
-                self.report.handed(now)
-                if not self.sink.write_now(block):
-                    dispatch.blocked_since = now
-                    scope.deadline = now + settings.write_timeout
-                    await self.sink.flush()
-                    dispatch.blocked_since = None
-                    now, moved = trio.current_time(), -inf
-                if api.end in block and not leg.error_seen:
-                    self.report.outcome = "ok"  # which stands if the client does not wait for the end of the body
-                if now >= moved + slack:
-                    moved = now
-                    dispatch.decode.heard = now
-                    scope.deadline = min(now + settings.idle_timeout + slack, self.deadline)
-                try:
-                    block = await leg.more()
-                except BrokenError as error:
-                    broken = str(error)
-                    break
-            scope.deadline = inf
+        show = partial(self._shown, dispatch)
+        relay = Relay(dispatch, self.sink, self.report, self.plan.api, self.pool, deadline=self.deadline, show=show)
+        with self.pool.streaming(dispatch):
+            await relay.run()
         if dispatch.left or dispatch.blocked_since is not None:
             self._client_stopped_reading(dispatch)
-            return
-        if scope.cancelled_caught:
-            broken = "the stream stood still for too long" if trio.current_time() < self.deadline else "out of time"
-        if broken is None:
+        elif relay.broken is not None:
+            await self._cut(dispatch, relay.broken, relay.last)
+        else:
             if leg.framer.tail:
                 await self._write(leg.framer.tail)
             await self._finish(dispatch)
             self.report.outcome = "decode_error" if leg.error_seen else "ok"
-            return
-        await self._cut(dispatch, broken, last)
 
     async def _cut(self, dispatch: Dispatch, broken: str, last: bytes) -> None:
         """The visible break of a stream whose decode engine's broke: an error event after `last`, and no end."""
@@ -286,7 +254,7 @@ class _Exchange:
         with trio.move_on_after(self.pool.settings.write_timeout):
             await self._write(cut.event(self.plan.api.dialect, after=last))
 
-    async def _shown(self, block: bytes, dispatch: Dispatch) -> bytes:
+    async def _shown(self, dispatch: Dispatch, block: bytes) -> bytes:
         """Events as the client may see them: one at a stream's end for most APIs, so this may cost something."""
         if b'"usage":{' in block:
             await dispatch.hear_prefill()
