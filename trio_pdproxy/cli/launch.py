@@ -184,12 +184,14 @@ class _Launch:
         """The proxy, ready to serve, if the script wants one; told about its engines for as long as it serves."""
         from trio_pdproxy.launch import keep_told, restart_stranded
         from trio_pdproxy.serve import serving
+        from trio_pdproxy.web import collector
         from trio_pdproxy.web.app import create_app
 
         if plan.settings is None:
             yield None
             return
         assert self.engines is not None
+        collector.spare()
         app = create_app(plan.settings)
         board.say("the engines are ready; the proxy waits for the first transfer of each pair")
         async with serving(app, plan.settings) as url, trio.open_nursery() as nursery:

@@ -33,9 +33,11 @@ def serve(**params: object) -> None:
 async def _serve(settings: Settings, watched: tuple[Path, Callable[[], Settings]] | None) -> int:
     from trio_pdproxy.observe.log import configure
     from trio_pdproxy.serve import ServerError, run
+    from trio_pdproxy.web import collector
     from trio_pdproxy.web.app import create_app
 
     configure(settings.log_level, settings.log_format)
+    collector.spare()
     try:
         return await run(
             create_app(settings, watched=watched),

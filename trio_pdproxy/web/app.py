@@ -28,6 +28,7 @@ from trio_pdproxy.engines.pool import Pool
 from trio_pdproxy.observe.log import configure, log_exchange
 from trio_pdproxy.observe.metrics import CONTENT_TYPE, EngineState, Metrics, merged
 from trio_pdproxy.observe.timeline import Timeline, Timelines, read_timelines, timelines_of
+from trio_pdproxy.web import collector
 from trio_pdproxy.web.auth import Gate
 from trio_pdproxy.web.connection import ProxyConnection
 from trio_pdproxy.web.lifespan import Lifespan
@@ -108,6 +109,7 @@ class ProxyApp(QuartTrio):
         if self._given is None:
             # Started by a server's own command: nobody else has set up our log records.
             configure(self.settings.log_level, self.settings.log_format)
+            collector.spare()
         self.recent = deque(self.recent, maxlen=self.settings.timelines)
         self.gate = Gate(self.settings)
         self.pool = Pool(
