@@ -3,7 +3,7 @@
 Most of a stream is plain: events that nothing has to be done about, and that the client's connection takes at once.
 Those are passed on in the hub's task (see there), without waking the exchange's own. It wakes for the rest: events
 that are shown otherwise or end the stream, a client that does not take what is sent, a stream that breaks or ends.
-Where there is no hub, or the engine's connection is no plain socket, it reads every event itself.
+Where there is no hub, or either connection is no plain socket, it reads every event itself.
 """
 
 from __future__ import annotations
@@ -116,6 +116,8 @@ class Relay:
 
     async def _next(self) -> bytes:
         """The next events that are not plain, those before them passed on; `b""` at the end. Raises `BrokenError`."""
+        if not self._sink.takes_at_once:
+            return await self._leg.more()
         while self._hub.running and (fd := self._leg.connection.waiting_for) is not None:
             await self._passed_on(fd)
             if self._failed is not None:

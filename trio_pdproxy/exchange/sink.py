@@ -19,6 +19,11 @@ class Sink(Protocol):
         """The status line is out: nothing can take it back."""
         ...
 
+    @property
+    def takes_at_once(self) -> bool:
+        """Whether `write_now` ever takes anything, now that the response has started."""
+        ...
+
     async def start(self, status: int, headers: Headers) -> None: ...
 
     def write_now(self, data: bytes) -> bool:

@@ -64,6 +64,8 @@ def scope_cancelled(**body: object) -> Cut:
 class MemorySink:
     """A sink that takes everything, and nothing twice: one start, nothing after the end (I3)."""
 
+    takes_at_once = False
+
     def __init__(self) -> None:
         self.started = False
         self.finished = False

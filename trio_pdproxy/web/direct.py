@@ -45,6 +45,11 @@ class Direct:
         self.on_lost: Callable[[], None] | None = None
         """Called once when that happens; whoever sets it takes it away again."""
 
+    @property
+    def plain(self) -> bool:
+        """It is a plain socket: `send_now` may send."""
+        return self._socket is not None
+
     def lose(self) -> None:
         """For the server: see `lost`."""
         self.lost = True

@@ -37,6 +37,10 @@ class AsgiSink:
             self._direct.hold()
         await self._send({"type": "http.response.start", "status": status, "headers": headers})
 
+    @property
+    def takes_at_once(self) -> bool:
+        return self._direct is not None and self._direct.plain and self._chunked
+
     def write_now(self, data: bytes) -> bool:
         if self._direct is None or not self._chunked:
             self._rest = data
