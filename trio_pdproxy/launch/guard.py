@@ -132,11 +132,11 @@ def main(argv: list[str]) -> NoReturn:
         sys.exit("guard.py must lead its process group (start_new_session)")
     for number in PASSED_BY:
         signal.signal(number, _ignore)
-    os.nice(nice)
-    if cpus != "-":
-        os.sched_setaffinity(0, map(int, cpus.split(",")))
     child = os.fork()
-    if child == 0:
+    if child == 0:  # the guard itself yields to nobody: engines that spin must not keep it from ending them
+        os.nice(nice)
+        if cpus != "-":
+            os.sched_setaffinity(0, map(int, cpus.split(",")))
         _exec(command, watch)
     exited = os.pidfd_open(child)
     poll = select.poll()
