@@ -220,11 +220,12 @@ class Connection:
         """
         while not self._data and not self._complete:
             await self._pull()
-        if not self._data:
-            return b""
-        data = self._data[0] if len(self._data) == 1 else b"".join(self._data)
-        self._data = []
-        return data
+        return self._taken()
+
+    def _taken(self) -> bytes:
+        """What has come of the body, taken out."""
+        pieces, self._data = self._data, []
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     @property
     def waiting_for(self) -> int | None:
@@ -252,8 +253,7 @@ class Connection:
             self._take_in(data)
         if self._complete or self._failure is not None:
             return None
-        pieces, self._data = self._data, []
-        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return self._taken()
 
     async def receive_all(self, limit: int) -> bytes:
         """The whole body, of at most `limit` bytes (`BrokenError` beyond). Not resumable."""

@@ -145,15 +145,14 @@ class Relay:
         """For the hub."""
         try:
             block = self._leg.more_now()
-            if block is not None:
-                if not block:
-                    return
-                if self._api.mark in block or self._api.end in block:
-                    self._block = block
-                elif self._hand(block):
-                    return
-                else:
-                    self._stuck = True
+            if block is None:
+                pass  # an end or a break: found by reading on
+            elif self._api.mark in block or self._api.end in block:
+                self._block = block
+            elif not block or self._hand(block):
+                return
+            else:
+                self._stuck = True
         except Exception as error:  # a BrokenError, or a fault of ours: raised by whoever waits, not by the hub
             self._failed = error
         self._hub.remove(self._fd)
