@@ -64,6 +64,10 @@ async def test_the_example_serves_recovers_from_a_kill_and_leaves_nothing(
         assert {finding["code"] for finding in found["findings"]} <= {"lease_too_short"}
         assert [engine["mode"] for engine in found["engines"]] == ["push", None]
 
+        # Whatever vLLM and NIXL do while they wait, it may not take a core each: others starve then (launch/gentle.py).
+        await until_at_rest(run, 60)
+        say(f"both engines at rest, {await busy(run, 2):.0%} of a core")
+
         # The API server of the prefill engine alone: its EngineCore and worker would live on, and hold its ports.
         old, other = run.groups["p0"], run.groups["d0"]
         shared = shared_memory(run)
@@ -118,6 +122,29 @@ async def test_a_model_that_is_none_is_told_in_words(tmp_path: Path) -> None:
         last = run.err.splitlines()[-1]
         assert "what failed first: engine" in last
         assert "the model path is wrong, or the model is incomplete" in last
+
+
+async def until_at_rest(run: Launched, seconds: float) -> None:
+    """Until both engines together leave most of one core alone."""
+    with trio.fail_after(seconds):
+        while await busy(run, 1) > 0.5:
+            pass
+
+
+async def busy(run: Launched, seconds: float) -> float:
+    """How many cores the engines keep busy, of all their processes."""
+    before = cpu_seconds(run)
+    await trio.sleep(seconds)
+    return (cpu_seconds(run) - before) / seconds
+
+
+def cpu_seconds(run: Launched) -> float:
+    ticks = 0
+    for pid in [pid for group in run.groups.values() for pid in group_members(group)]:
+        # The 14th and 15th of a line whose 2nd may hold spaces: user and system time.
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def specs(run: Launched) -> list[str]:

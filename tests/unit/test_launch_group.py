@@ -79,16 +79,6 @@ async def test_niceness_is_handed_down(tmp_path: Path) -> None:
     assert int(log.read_text()) == min(19, os.nice(0) + 3)
 
 
-async def test_cpus_are_handed_down(tmp_path: Path) -> None:
-    log = tmp_path / "log"
-    one = max(os.sched_getaffinity(0))
-    show = [sys.executable, "-c", "import os; print(os.sched_getaffinity(0))"]
-    async with open_group(show, env=ENV, log_path=log, cpus=[one]) as group:
-        await group.wait_exit()
-        assert await group.finish() == 0
-    assert log.read_text() == f"{{{one}}}\n"
-
-
 async def test_leaving_the_block_ends_grandchildren_too(tmp_path: Path) -> None:
     log = tmp_path / "log"
     async with open_group(family(), env=ENV, log_path=log) as group:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -281,27 +280,6 @@ def test_every_example_comes_to_commands_that_a_shell_reads_back(path: Path) -> 
         assert words[-len(engine.words) :] == engine.argv()
         for name, value in engine.changes().items():
             assert (f"{name}={value}" in words) if value is not None else (name in words)
-
-
-@pytest.mark.parametrize(
-    ("script", "there", "wanted"),
-    [
-        ({"preset": "cpu"}, {3, 0}, [(0,), (3,)]),
-        ({"preset": "cpu"}, range(5), [(0, 1), (2, 3, 4)]),
-        ({"preset": "cpu", "prefill": {"count": 2}}, range(8), [(0, 1, 2), (3, 4), (5, 6, 7)]),
-        ({"preset": "cpu", "prefill": {"count": 2}}, range(2), [(), (), ()]),
-        ({"preset": "cpu", "cpus": "shared"}, range(2), [(), ()]),
-        ({"preset": "sim"}, range(2), [(), ()]),
-        ({"preset": "sim", "cpus": "split"}, range(2), [(0,), (1,)]),
-    ],
-)
-def test_engines_have_cpus_of_their_own_where_there_are_enough(
-    script: dict[str, Any], there: Collection[int], wanted: list[tuple[int, ...]]
-) -> None:
-    made = make_plan(Script.model_validate(script), environ=ENVIRON, cpus=there)
-    assert [engine.cpus for engine in made.engines] == wanted
-    shown = [line.strip() for line in commands(made).splitlines() if "taskset" in line]
-    assert shown == [f"taskset -c {','.join(map(str, cpus))} \\" for cpus in wanted if cpus]
 
 
 def test_the_schema_for_editors_is_up_to_date() -> None:

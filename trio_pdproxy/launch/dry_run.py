@@ -34,8 +34,6 @@ def _engine(plan: LaunchPlan, engine: EngineCommand) -> str:
         shown.append(f'{KEY_VARIABLE}="$PDPROXY_API_KEY"')
     if plan.nice:
         shown.append(f"nice -n {plan.nice}")
-    if engine.cpus:
-        shown.append(f"taskset -c {','.join(map(str, engine.cpus))}")
     shown += _lines(engine.argv(places))
     where = f"{engine.url}, side channel {engine.spec.side_channel}"
     return f"# {engine.role} engine {engine.name}: {where}\n" + f" \\\n{_INDENT}".join(shown)

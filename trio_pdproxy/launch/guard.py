@@ -1,11 +1,10 @@
 """Run one command so that it cannot outlive its launcher. Run as a script; the launcher imports its functions only.
 
-    python -I -S guard.py FD NICE CPUS COMMAND [ARG...]
+    python -I -S guard.py FD NICE COMMAND [ARG...]
 
 FD is the read end of a pipe whose only write end the launcher holds. When that end closes, which the
 kernel sees to however the launcher ends (SIGKILL too), the guard kills its whole process group. The
-guard must lead that group; it ends as the command ended: with its exit code, or by its signal. CPUS: those the group
-may run on, as `0,2`; `-`: any.
+guard must lead that group; it ends as the command ended: with its exit code, or by its signal.
 
 Why not PR_SET_PDEATHSIG: it follows the *thread* that forked, and trio starts processes in a worker
 thread that retires after ten idle seconds: the engine would be killed then. It would not reach
@@ -127,7 +126,7 @@ def _end_group() -> None:
 
 
 def main(argv: list[str]) -> NoReturn:
-    watch, nice, cpus, command = int(argv[0]), int(argv[1]), argv[2], argv[3:]
+    watch, nice, command = int(argv[0]), int(argv[1]), argv[2:]
     if os.getpgrp() != os.getpid():
         sys.exit("guard.py must lead its process group (start_new_session)")
     for number in PASSED_BY:
@@ -135,8 +134,6 @@ def main(argv: list[str]) -> NoReturn:
     child = os.fork()
     if child == 0:  # the guard itself yields to nobody: engines that spin must not keep it from ending them
         os.nice(nice)
-        if cpus != "-":
-            os.sched_setaffinity(0, map(int, cpus.split(",")))
         _exec(command, watch)
     exited = os.pidfd_open(child)
     poll = select.poll()

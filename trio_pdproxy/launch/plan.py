@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -44,8 +44,6 @@ class EngineCommand:
     places: Mapping[str, str]
     spec: EngineSpec
     """What the proxy is told of it."""
-    cpus: tuple[int, ...] = ()
-    """Those it runs on; any, if none are named."""
 
     @property
     def url(self) -> str:
@@ -112,14 +110,12 @@ def make_plan(
     found: EngineEnvironment | None = None,
     environ: Mapping[str, str] = os.environ,
     flags: Mapping[str, object] | None = None,
-    cpus: Collection[int] | None = None,
 ) -> LaunchPlan:
     """The plan for a script. Free ports are looked for where it says `auto`.
 
     name -- the script's, for the default folder of logs
     found -- the engine environment for the cpu preset; by default where it is, or would be
     flags -- settings of the proxy over those of the environment and the script
-    cpus -- those there are to divide; by default those this process may run on
 
     Raises `ConfigError` where the proxy's settings do not fit or the environment has no `${VARIABLE}`,
     `PortInUseError` where no port is free.
@@ -128,7 +124,6 @@ def make_plan(
         found = EngineEnvironment(environment_folder(environ), 0.0)
     ports = _choose(script)
     devices = _devices(script)
-    divided = _cpus(script, cpus)
     engines = tuple(
         _engine(
             script,
@@ -136,7 +131,6 @@ def make_plan(
             number,
             ports=ports[role, number],
             devices=devices.get((role, number)),
-            cpus=divided.get((role, number), ()),
             found=found,
             environ=environ,
         )
@@ -176,7 +170,6 @@ def _engine(
     *,
     ports: tuple[int, int],
     devices: str | None,
-    cpus: tuple[int, ...],
     found: EngineEnvironment | None,
     environ: Mapping[str, str],
 ) -> EngineCommand:
@@ -215,7 +208,7 @@ def _engine(
         dp_size=ranks if role == "prefill" and ranks > 1 else None,
     )
     return EngineCommand(
-        name, role, number, host, port, range(side, side + ranks), tuple(words), env, places | used, spec, cpus
+        name, role, number, host, port, range(side, side + ranks), tuple(words), env, places | used, spec
     )
 
 
@@ -277,18 +270,6 @@ def _choose(script: Script) -> dict[tuple[Role, int], tuple[int, int]]:
             side_port = side + number * ranks if side else choose_run(ranks, host, taken)
             chosen[role, number] = port, side_port
     return chosen
-
-
-def _cpus(script: Script, cpus: Collection[int] | None) -> dict[tuple[Role, int], tuple[int, ...]]:
-    """The CPUs of each engine, where each has its own: neighbours, for they share caches."""
-    engines = [(role, number) for role in ROLES for number in range(script.of(role).count)]
-    if (script.cpus or ("split" if script.preset == "cpu" else "shared")) == "shared" or len(engines) < 2:
-        return {}
-    there = sorted(os.sched_getaffinity(0) if cpus is None else cpus)
-    if len(there) < len(engines):
-        return {}
-    each = len(there) / len(engines)
-    return {key: tuple(there[round(at * each) : round((at + 1) * each)]) for at, key in enumerate(engines)}
 
 
 def _devices(script: Script) -> dict[tuple[Role, int], str]:

@@ -42,7 +42,6 @@ class EngineProcess:
     ready_url -- base URL; ready means that GET `ready_url`/health answered 200 while the process lived
     ports -- addresses it will listen on, checked before the start
     nice -- added to the niceness (0 to 19)
-    cpus -- those it may run on; all if none are named
     ready_timeout, stop_grace -- seconds
     """
 
@@ -56,7 +55,6 @@ class EngineProcess:
         ready_url: str,
         ports: Sequence[Address] = (),
         nice: int = 0,
-        cpus: Sequence[int] = (),
         ready_timeout: float = 300.0,
         stop_grace: float = 10.0,
         probe: Probe = probe_health,
@@ -68,7 +66,6 @@ class EngineProcess:
         self.ready_url = ready_url
         self.ports = tuple(ports)
         self.nice = nice
-        self.cpus = tuple(cpus)
         self.ready_timeout = ready_timeout
         self.stop_grace = stop_grace
         self.returncode: int | None = None
@@ -99,14 +96,7 @@ class EngineProcess:
         self.returncode = self.ready_after = None
         self._log_begin = diagnose.size(self.log_path)
         begun = trio.current_time()
-        open_it = partial(
-            open_group,
-            env=self.env,
-            log_path=self.log_path,
-            nice=self.nice,
-            cpus=self.cpus,
-            grace=self.stop_grace,
-        )
+        open_it = partial(open_group, env=self.env, log_path=self.log_path, nice=self.nice, grace=self.stop_grace)
         try:
             async with open_it(self.argv) as self.group:
                 self.group.grace = min(self.stop_grace, START_GRACE)

@@ -134,12 +134,6 @@ class Script(BaseModel):
     nice: Annotated[v.Count, Field(ge=0, le=19)] | None = Field(
         default=None, description="Niceness of the engines. Default: 10 with the cpu preset, else 0."
     )
-    cpus: Literal["split", "shared"] | None = Field(
-        default=None,
-        description="split: every engine has CPUs of its own, where there are as many CPUs as engines; shared: all run "
-        "on all. Default: split with the cpu preset, where an engine that waits for KV takes all the time it can get; "
-        "else shared.",
-    )
     logs: Path | None = Field(
         default=None,
         description="Folder for one NAME.log per engine. Default: trio-pdproxy/NAME-OF-SCRIPT in the user's state "

@@ -211,7 +211,6 @@ class SupervisedEngine:
             ready_url=self.url,
             ports=self.command.addresses,
             nice=self._nice,
-            cpus=self.command.cpus,
             ready_timeout=self._ready_timeout,
             stop_grace=self._stop_grace,
         )
