@@ -209,7 +209,9 @@ def _leaving_ends(offered: Direct, sink: AsgiSink) -> Iterator[None]:
                 leave()
             yield
         finally:
-            offered.on_lost = None
+            # While this request's debts are settled another one may have begun on the connection.
+            if offered.on_lost is leave:
+                offered.on_lost = None
 
 
 async def _watch_client(receive: ASGIReceiveCallable, sink: AsgiSink, scope: trio.CancelScope) -> None:

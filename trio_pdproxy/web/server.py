@@ -8,7 +8,7 @@ What is different from Hypercorn's own, and why:
 - the client's end is seen while a pipelined request waits its turn, and nobody is idle after it: Hypercorn's idle timer
   would keep the connection's tasks and its descriptor for the whole keep-alive time;
 - idleness is a deadline of the task that reads, not two tasks more for each request;
-- the app is offered the connection itself (see direct.py).
+- the app is offered the connection itself (see direct.py), and the usual request comes to it straight (see plain.py).
 """
 
 from __future__ import annotations
@@ -17,12 +17,15 @@ import logging
 from math import inf
 from typing import Any
 
+import h11
 import trio
 from hypercorn.events import Closed, Event, RawData, Updated
+from hypercorn.protocol.h11 import H11Protocol
 from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 
 from trio_pdproxy.web import direct
 from trio_pdproxy.web.direct import Direct
+from trio_pdproxy.web.plain import Head, PlainRequest, read_head
 
 log = logging.getLogger("trio_pdproxy.serve")
 
@@ -39,6 +42,9 @@ class ContainedServer(TCPServer):
         self.app: Any = self._call_app
         self._reading = trio.CancelScope()
         self._read_to_the_end = False
+        self._plain: PlainRequest | None = None
+        """The usual request in hand, if there is one."""
+        self._plain_over = trio.Event()
         self.idle_task: Any = _Idle(self)
 
     async def run(self) -> None:
@@ -71,9 +77,70 @@ class ContainedServer(TCPServer):
                 data = await self.direct.receive_some(MAX_RECV)
             except (trio.ClosedResourceError, trio.BrokenResourceError):
                 return
-            await self.protocol.handle(RawData(data))
+            await self._take_in(data)
             if not data:
                 return
+
+    async def _take_in(self, data: bytes) -> None:
+        """Hand what has come to whom it belongs; `b""` is the client's end."""
+        while data:
+            if self._plain is not None:
+                if not (data := self._plain.feed(data)):
+                    return
+                await self._plain_over.wait()  # a request that comes before the last one's answer waits its turn
+            elif (head := self._usual_head(data)) is not None:
+                self._begin_plain(head)
+                await self.context.mark_request()
+                data = data[head.end :]
+            else:
+                break
+        if self._plain is None:
+            await self.protocol.handle(RawData(data))
+
+    # -- the usual request -----------------------------------------------------------------------
+
+    def _usual_head(self, data: bytes) -> Head | None:
+        """A request that h11 need not see: nothing of another one may be left there."""
+        protocol = self.protocol.protocol
+        if not direct.SUPPORTED or not isinstance(protocol, H11Protocol) or protocol.stream is not None:
+            return None
+        connection = protocol.connection
+        if not isinstance(connection, h11.Connection) or connection.trailing_data[0]:
+            return None
+        return read_head(data) if connection.our_state is connection.their_state is h11.IDLE else None
+
+    def _begin_plain(self, head: Head) -> None:
+        self.idle_task.end()
+        self._plain_over = trio.Event()
+        about = self.protocol
+        self._plain = PlainRequest(head, self.config.response_headers, self._send_or_keep, self._plain_ended)
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "asgi": {"spec_version": "2.1", "version": "3.0"},
+            "method": "POST",
+            "scheme": "https" if about.ssl else "http",
+            "path": head.path.decode("ascii"),
+            "raw_path": head.path,
+            "query_string": b"",
+            "root_path": self.config.root_path,
+            "headers": head.headers,
+            "client": about.client,
+            "server": about.server,
+            "state": about.state.copy(),
+            "extensions": {},
+        }
+        self._task_group.spawn(self._plain.run, self._call_app, scope)
+
+    async def _plain_ended(self, keep: bool) -> None:
+        """Its answer is out, whatever the app has still to do."""
+        if keep and not self.context.terminated.is_set():
+            self._plain = None
+            self._plain_over.set()
+            if not self._read_to_the_end:
+                self.idle_task.begin()
+        else:
+            await self.protocol_send(Closed())
 
     async def _end_idleness(self) -> None:
         """When the server stops: it does not wait for who only keeps a connection."""
@@ -84,15 +151,16 @@ class ContainedServer(TCPServer):
     async def _gone(self) -> None:
         """Nothing more will come from the client, or nothing more can be sent to it."""
         self.direct.lose()
+        if self._plain is not None:
+            self._plain.lose()
         await self.protocol.handle(Closed())
 
     # -- sending ---------------------------------------------------------------------------------
 
     async def protocol_send(self, event: Event) -> None:
         if isinstance(event, RawData):
-            # The end of a body whose length was declared is nothing.
-            if event.data and not self.direct.keeps(event.data):
-                await self._send(event.data)
+            if event.data:  # the end of a body whose length was declared is nothing
+                await self._send_or_keep(event.data)
         elif isinstance(event, Updated):
             if event.idle and not self._read_to_the_end:
                 self.idle_task.begin()
@@ -102,6 +170,10 @@ class ContainedServer(TCPServer):
             await super().protocol_send(event)
             if isinstance(event, Closed):
                 self._reading.cancel("the connection is closed")
+
+    async def _send_or_keep(self, data: bytes) -> None:
+        if not self.direct.keeps(data):
+            await self._send(data)
 
     async def _send(self, data: bytes | memoryview) -> None:
         """All of it, within the write timeout, or the connection ends."""

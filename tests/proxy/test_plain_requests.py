@@ -1,0 +1,123 @@
+"""Requests that come to the app straight and those that h11 reads: nobody can tell them apart, in any order."""
+
+from __future__ import annotations
+
+import os
+import re
+
+import pytest
+import trio
+
+from tests.faults.client import Client, connected, read_answer, request
+from trio_pdproxy.sim import Fault, SimSettings, expected_text
+from trio_pdproxy.testing import Rig, open_rig, until
+from trio_pdproxy.testing.schedules import masked
+from trio_pdproxy.web import plain
+
+BY_H11 = "TE: trailers\r\n"
+"""Makes a request an unusual one."""
+DATE = re.compile(rb"date: [^\r]+")
+
+
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[bytes]:
+    """The paths of the requests that come straight."""
+    seen: list[bytes] = []
+    begin = plain.PlainRequest.run
+
+    async def run(self: plain.PlainRequest, app: plain.App, scope: dict[str, object]) -> None:
+        seen.append(bytes(scope["raw_path"]))  # type: ignore[call-overload]
+        await begin(self, app, scope)
+
+    monkeypatch.setattr(plain.PlainRequest, "run", run)
+    return seen
+
+
+async def raw_answer(rig: Rig, data: bytes) -> tuple[bytes, str, bytes]:
+    """The head, the framing, and the body without it: where a stream's chunks end is chance."""
+    async with connected(rig.url) as client:
+        await client.send(data)
+        while (got := read_answer(client.raw, closed=client.ended)).end == "open":
+            await client.more()
+        assert (got.end, got.rest) == ("complete", b"")
+        head = client.raw.partition(b"\r\n\r\n")[0]
+        return DATE.sub(b"date: now", masked(head)), got.framing, masked(got.body)
+
+
+@pytest.mark.skipif("PUBLIC_SENDS" in os.environ, reason="there all is h11's")
+async def test_the_client_sees_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    straight = counted(monkeypatch)
+    bodies: list[tuple[str, object]] = [
+        ("/v1/completions", {"model": "sim", "prompt": "same", "max_tokens": 3}),
+        ("/v1/completions", {"model": "sim", "prompt": "same", "max_tokens": 3, "stream": True}),
+        ("/v1/completions", {"model": "sim", "prompt": "same", "max_tokens": -1}),
+        ("/v1/completions", {"model": "nope", "prompt": "same"}),
+        ("/v1/completions", b"no json"),
+        ("/v1/completions", b""),
+        ("/v1/completions", {"prompt": "x" * 10_000}),
+        ("/v1/chat/completions", {"model": "sim", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+        ("/v1/messages", {"model": "sim", "messages": [{"role": "user", "content": "a"}], "max_tokens": 2}),
+    ]
+    async with open_rig(body_limit=5000) as rig:
+        for path, body in bodies:
+            before = len(straight)
+            usual = await raw_answer(rig, request(body, path=path))
+            assert straight[before:] == [path.encode()]
+            assert usual == await raw_answer(rig, request(body, path=path, headers=BY_H11))
+            assert len(straight) == before + 1
+
+
+async def ask(client: Client, prompt: str, headers: str = "") -> None:
+    await client.send(request({"model": "sim", "prompt": prompt, "max_tokens": 3, "stream": True}, headers=headers))
+
+
+async def is_served(client: Client, prompt: str) -> None:
+    got = await client.answer()
+    assert (got.status, got.end, got.text) == (200, "complete", expected_text(prompt, 3))
+
+
+async def test_both_kinds_take_turns_on_one_connection() -> None:
+    async with open_rig() as rig, connected(rig.url) as client:
+        kinds = ["", BY_H11, BY_H11, "", "", BY_H11, ""]
+        for number, headers in enumerate(kinds):
+            await ask(client, f"{number}", headers)
+            await is_served(client, f"{number}")
+        for number, headers in enumerate(kinds):  # all before the first answer
+            await ask(client, f"{number}", headers)
+        for number in range(len(kinds)):
+            await is_served(client, f"{number}")
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.002])
+async def test_a_request_may_come_in_any_pieces(pause: float) -> None:
+    data = request({"model": "sim", "prompt": "pieces", "max_tokens": 3})
+    head = data.index(b"\r\n\r\n") + 4
+    cuts = [1, 30, head - 3, head, head + 1, len(data) - 1]
+    async with open_rig() as rig, connected(rig.url) as client:
+        client.stream.setsockopt(6, 1, 1)  # TCP_NODELAY
+        for cut in cuts:
+            await client.send(data[:cut])
+            await trio.sleep(pause)
+            await client.send(data[cut:])
+            await is_served(client, "pieces")
+        for at in range(0, len(data), 7):
+            await client.send(data[at : at + 7])
+            await trio.sleep(pause / 10)
+        await is_served(client, "pieces")
+
+
+async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_leaves() -> None:
+    """Both come on one connection: the first is answered, its prefill leg has not ended; then it does."""
+    async with open_rig(sim=SimSettings(itl=0.005), drain_grace=30) as rig:
+        free = trio.Event()
+        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        async with connected(rig.url) as client:
+            await ask(client, "first")
+            await is_served(client, "first")
+            await client.send(request({"model": "sim", "prompt": "x", "max_tokens": 4000, "stream": True}))
+            await client.until(b"data: ")
+            assert rig.app.active == 2
+            free.set()
+            await until(lambda: rig.app.active == 1)
+            await client.leave("close")
+            await until(lambda: rig.d.requests[-1].how == "aborted")
+        await rig.quiet()
