@@ -70,7 +70,7 @@ def target() -> Iterator[Target]:
     news: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
     async def main() -> None:
-        sim = SimSettings(prefill_base=0.0)
+        sim = SimSettings(prefill_base=0.0, max_n=64)
         async with open_rig(sim=sim, upload_timeout=0.5, body_limit=1024 * 1024, log_level="critical") as rig:
             over = trio.Event()
             news.put((rig, over, trio.lowlevel.current_trio_token()))
@@ -153,7 +153,8 @@ def check(target: Target, sent: bytes, answers: list[tuple[int, bytes]]) -> None
     for status, body in answers:
         assert status != 500, (sent, body)
         assert b"transfer_params" not in body or b"transfer_params" in sent, (sent, body)
-        if status in (401, 404, 405, 408, 413, 415, 431, 505) and b'"detail"' not in body and b"NotFound" not in body:
+        # A refusal of ours has stopped it; one of an engine's is passed on (and noted a moment later).
+        if status in (401, 404, 405, 408, 413, 415, 431, 505) and all(one.status not in (None, status) for one in seen):
             assert not seen, (sent, status, body)
     for request in seen:
         assert request.path in (*PAIRED, *ALONE), (sent, request)

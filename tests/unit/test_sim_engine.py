@@ -442,6 +442,7 @@ async def test_d_recomputes_what_needs_prompt_logprobs(
         ({"prompt": "x", "n": 2, "temperature": 0}, 400, "BadRequestError", "n must be 1 when using greedy"),
         ({"max_tokens": 1}, 400, "Bad Request", "'type': 'missing', 'loc': 'body.prompt'"),
         ({"prompt": "x", "max_tokens": "many"}, 400, "Bad Request", "'loc': 'body.max_tokens'"),
+        ({"prompt": "x", "n": 16385}, 400, "BadRequestError", "n must be at most 16384, got 16385."),
         ({"prompt": "x", "n": True}, 400, "Bad Request", "'loc': 'body.n'"),
         ({"prompt": [1, "x"]}, 400, "Bad Request", "'loc': 'body.prompt'"),
         ([1], 400, "Bad Request", "'loc': 'body'"),

@@ -99,6 +99,9 @@ def parse(raw: bytes, content_type: str, *, kind: Kind, settings: SimSettings) -
     n = 1 if kind not in ("completions", "chat") or body.get("n") is None else int(body["n"])
     if n < 1:
         raise _bad(f"n must be at least 1, got {n}.")
+    if n > settings.max_n:
+        more = "To increase this limit, set the VLLM_MAX_N_SEQUENCES environment variable."
+        raise _bad(f"n must be at most {settings.max_n}, got {n}. {more}")
     if n > 1 and body.get("temperature") == 0:
         raise _bad(f"n must be 1 when using greedy sampling, got {n}.")
     params = body.get("kv_transfer_params")

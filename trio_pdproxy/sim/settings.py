@@ -26,6 +26,8 @@ class SimSettings:
     max_model_len: int = 4096
     max_num_seqs: int = 1024
     """Sequences that run at once; the others queue. On D nothing is registered while it queues."""
+    max_n: int = 16384
+    """Choices of one request, VLLM_MAX_N_SEQUENCES."""
     lease: float = 30.0
     """How long P keeps finished blocks for a D that has not registered yet."""
     default_max_tokens: int = 16
