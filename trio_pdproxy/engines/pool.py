@@ -12,9 +12,11 @@ import ssl
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from operator import attrgetter
 from random import getrandbits
 from typing import Protocol
+from weakref import WeakSet
 
 import trio
 
@@ -101,7 +103,8 @@ class Pool:
         """Requests in the queue."""
         self.hub = Hub()
         """Watches the decode engines' streams."""
-        self._backs: set[trio.CancelScope] = set()
+        self._backs: WeakSet[trio.CancelScope] = WeakSet()
+        self._abandoned = False
         self._fronts: set[Front] = set()
         self._turns = {True: 0, False: 0}  # pairs and single engines take turns each for themselves
         self._nursery: trio.Nursery | None = None
@@ -349,18 +352,17 @@ class Pool:
                 if front.blocked_since is not None and front.blocked_since < overdue:
                     await front.leave("write_timeout")
 
-    @contextmanager
-    def shielded(self) -> Iterator[None]:
-        """For what pays a debt: shielded from whoever leaves, ended by `abandon` alone. Bring deadlines of your own."""
-        with trio.CancelScope(shield=True) as scope:
-            self._backs.add(scope)
-            try:
-                yield
-            finally:
-                self._backs.discard(scope)
+    def shielded(self, deadline: float = inf) -> trio.CancelScope:
+        """For what pays a debt: shielded from whoever leaves, ended by `abandon` or at its deadline."""
+        scope = trio.CancelScope(deadline=deadline, shield=True)
+        if self._abandoned:
+            scope.cancel("the process ends")
+        self._backs.add(scope)
+        return scope
 
     def abandon(self) -> None:
-        """End what is shielded: the process has to go now, and what is owed stays owed."""
+        """End what is shielded, and what will be: the process has to go now, and what is owed stays owed."""
+        self._abandoned = True
         for scope in self._backs:
             scope.cancel("the process ends")
 

@@ -142,7 +142,12 @@ class Dispatch:
         if self._moved is not None:
             self._moved.set()
             self._moved = None
-        if self._waiting is not None:
+        if self._waiting is None:
+            return
+        if self.verdict.step is Step.WAIT and self.verdict.debt is not Debt.RESCUE:
+            # Prefill's 200, as a rule: there is nothing to do about it but to wait by another deadline.
+            self._waiting.deadline = min(self._deadlines())
+        else:
             self._waiting.cancel("a fact has changed")
 
     async def _a_move(self) -> None:
@@ -328,15 +333,15 @@ class Dispatch:
     async def _wait_for_a_move(self) -> None:
         """Until a fact has changed: by the decode engine's word, by the back, or by the clock."""
         assert self.decode_leg is not None
-        silent, late, lapse = self._deadlines()
         outcome: Decode | None = None
-        with trio.CancelScope(deadline=min(silent, late, lapse)) as self._waiting:
+        with trio.CancelScope(deadline=min(self._deadlines())) as self._waiting:
             outcome = await self.decode_leg.speak()
         self._waiting = None
         if outcome is not None:
             self._spoke(outcome)
             return
         now = trio.current_time()
+        silent, late, lapse = self._deadlines()
         if now >= silent:
             self.decode.failed("it was silent for too long")
             self._move(decode=Decode.LATE, reason=f"decode engine {self.decode.name} was silent for too long")
@@ -496,10 +501,11 @@ class Dispatch:
     async def _carry(self, connection: Connection, rest: memoryview, request: memoryview) -> None:
         """The prefill leg from its first send to its end, rescue included."""
         try:
-            with self._pool.shielded():  # whoever leaves: see the module
-                bound = self._settings.prefill_timeout + self._settings.settle_timeout
-                await self._bounded(bound, connection, rest, request)
-                await self._pay()
+            bound = self._settings.prefill_timeout + self._settings.settle_timeout
+            await self._bounded(bound, connection, rest, request)
+            if self.verdict.debt is Debt.RESCUE:
+                with self._pool.shielded():
+                    await self._pay()
         finally:
             self._back_ended()
 
@@ -519,11 +525,11 @@ class Dispatch:
             self._finish()
 
     async def _bounded(self, seconds: float, connection: Connection, rest: memoryview, request: memoryview) -> None:
-        """One prefill leg within `seconds`, or what `leave` makes of them."""
+        """One prefill leg within `seconds`, or what `leave` makes of them, whoever leaves: see the module."""
         if self._left:
             seconds = min(seconds, self._settings.settle_timeout)
         deadline = min(trio.current_time() + seconds, self._back_deadline)
-        with trio.CancelScope(deadline=deadline) as self._back_scope:
+        with self._pool.shielded(deadline) as self._back_scope:
             await self._prefill_leg(connection, rest, request)
         if self._back_scope.cancelled_caught and not self._nothing_owed:
             self._prefill_failed(Prefill.FAILED, "it never answered")

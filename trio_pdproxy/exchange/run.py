@@ -32,8 +32,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from os import urandom
 from random import random
-from uuid import uuid4
 
 import trio
 
@@ -59,7 +59,7 @@ _SSE_TYPE = (b"content-type", b"text/event-stream; charset=utf-8")
 
 def new_dispatch_id() -> str:
     """Unguessable, and never used twice: two live requests of one id get each other's KV."""
-    return uuid4().hex
+    return urandom(16).hex()
 
 
 async def run_exchange(
@@ -299,7 +299,8 @@ class _Exchange:
             length = (b"content-length", str(len(answer.body)).encode())
             await self._start_response(answer.status, [*answer.headers, length])
             for start in range(0, len(answer.body), ANSWER_PIECE):
-                scope.deadline = trio.current_time() + patience
+                if start:
+                    scope.deadline = trio.current_time() + patience
                 await self._write(answer.body[start : start + ANSWER_PIECE])
             await self.sink.finish()
         self.report.outcome = "cut" if scope.cancelled_caught else outcome

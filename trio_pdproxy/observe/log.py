@@ -49,7 +49,8 @@ def configure(level: str = "info", format: Literal["text", "json"] = "text") -> 
 def log_exchange(report: Report) -> None:
     """One record of level info for an exchange that is over, on `trio_pdproxy.access`."""
     if access.isEnabledFor(logging.INFO):
-        access.info(Exchanged(report))
+        # What `info` does, without looking through the stack for its caller.
+        access.handle(access.makeRecord(access.name, logging.INFO, __file__, 0, Exchanged(report), (), None))
 
 
 class Exchanged:

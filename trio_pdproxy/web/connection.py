@@ -7,10 +7,10 @@ before its body is asked for, and the exchange holds the status until the decode
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable
+from functools import partial
+from os import urandom
 from typing import TYPE_CHECKING, Any
-from uuid import uuid4
 
 import trio
 from hypercorn.typing import ASGIReceiveCallable, ASGISendCallable, ASGISendEvent, HTTPScope
@@ -47,7 +47,7 @@ class ProxyConnection(TrioASGIHTTPConnection):
         self._finishing = False
 
     async def __call__(self, receive: ASGIReceiveCallable, send: ASGISendCallable) -> None:
-        request_id = guard.client_request_id(self.scope["headers"]) or uuid4().hex
+        request_id = guard.client_request_id(self.scope["headers"]) or urandom(16).hex()
         try:
             guard.check(self.scope)
             headers = self._admit()
@@ -117,15 +117,15 @@ class ProxyConnection(TrioASGIHTTPConnection):
         report.planned = trio.current_time()
         offered: Direct | None = self.scope["extensions"].get(EXTENSION)  # type: ignore[assignment]  # not a dict
         sink = AsgiSink(send, offered)
+        exchange = partial(run_exchange, plan, pool, sink, report)
         try:
             if offered is None:
                 async with trio.open_nursery() as nursery:
                     nursery.start_soon(_watch_client, receive, sink, nursery.cancel_scope)
-                    await run_exchange(plan, pool, sink, report)
+                    await exchange()
                     nursery.cancel_scope.cancel("the exchange is over")
             else:
-                with _leaving_ends(offered, sink):
-                    await run_exchange(plan, pool, sink, report)
+                await _until_left(offered, sink, exchange)
         except* Exception as group:
             await self._failed(group, sink, send, report, api)
 
@@ -194,8 +194,7 @@ class ProxyConnection(TrioASGIHTTPConnection):
             nursery.cancel_scope.cancel("the client is gone")
 
 
-@contextmanager
-def _leaving_ends(offered: Direct, sink: AsgiSink) -> Iterator[None]:
+async def _until_left(offered: Direct, sink: AsgiSink, exchange: Callable[[], Awaitable[object]]) -> None:
     """What `_watch_client` does, without a task: the server says when the client has left."""
     with trio.CancelScope() as scope:
 
@@ -207,7 +206,7 @@ def _leaving_ends(offered: Direct, sink: AsgiSink) -> Iterator[None]:
         try:
             if offered.lost:
                 leave()
-            yield
+            await exchange()
         finally:
             # While this request's debts are settled another one may have begun on the connection.
             if offered.on_lost is leave:
