@@ -43,9 +43,10 @@ class ServerError(Exception):
 
 
 class ServerConfig(Config):
-    """Hypercorn's configuration for this app."""
+    """Hypercorn's configuration for this app. `relay`: the app has the relay's paths, whose usual requests it is given
+    straight."""
 
-    def __init__(self, settings: Settings, bind: Address) -> None:
+    def __init__(self, settings: Settings, bind: Address, *, relay: bool = True) -> None:
         super().__init__()
         self.bind = [str(bind)]
         self.graceful_timeout = settings.shutdown_grace
@@ -65,6 +66,7 @@ class ServerConfig(Config):
         self.accesslog = None
         self.include_server_header = False
         self.write_timeout = settings.write_timeout
+        self.relay = relay
 
     def create_sockets(self) -> Sockets:
         sockets = super().create_sockets()
@@ -120,7 +122,7 @@ async def _serve_admin(app: ProxyApp, settings: Settings) -> None:
     """The admin paths on their own listener, from the app's start until cancelled."""
     await app.started.wait()
     assert settings.admin_bind is not None
-    await hypercorn_serve(create_admin_app(app, settings), ServerConfig(settings, settings.admin_bind))
+    await hypercorn_serve(create_admin_app(app, settings), ServerConfig(settings, settings.admin_bind, relay=False))
 
 
 @asynccontextmanager

@@ -9,13 +9,16 @@ import pytest
 import trio
 
 from tests.faults.client import Client, connected, read_answer, request
-from trio_pdproxy.sim import Fault, SimSettings, expected_text
+from tests.proxy.test_change import administered
+from trio_pdproxy import serve
+from trio_pdproxy.sim import Fault, SimSettings, expected_text, open_cluster
 from trio_pdproxy.testing import Rig, open_rig, until
 from trio_pdproxy.testing.schedules import masked
 from trio_pdproxy.web import plain
 
 BY_H11 = "TE: trailers\r\n"
 """Makes a request an unusual one."""
+KINDS = pytest.mark.parametrize("kind", ["", BY_H11], ids=["straight", "by h11"])
 DATE = re.compile(rb"date: [^\r]+")
 
 
@@ -121,3 +124,70 @@ async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_le
             await client.leave("close")
             await until(lambda: rig.d.requests[-1].how == "aborted")
         await rig.quiet()
+
+
+# -- the ends of connections -----------------------------------------------------------------------
+
+
+async def until_ended(client: Client, seconds: float = 10) -> None:
+    with trio.fail_after(seconds):
+        while not client.ended:
+            await client.more()
+
+
+@KINDS
+async def test_whoever_is_refused_before_the_body_came_is_closed_on(kind: str) -> None:
+    """Also where Quart-Trio, told that the client has gone, cancels who is just closing the connection."""
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\n{kind}Content-Length: 900000000\r\n\r\n".encode()
+    async with open_cluster() as cluster, administered(cluster) as (rig, admin):
+        for url in (rig.url, str(admin.base_url).rstrip("/")):
+            async with connected(url) as client:
+                await client.send(head)
+                await until_ended(client)
+                assert client.raw.startswith(b"HTTP/1.1 4")
+
+
+@KINDS
+async def test_half_a_request_is_refused(kind: str) -> None:
+    async with open_rig() as rig, connected(rig.url) as client:
+        await client.send(request({"model": "sim", "prompt": "half"}, headers=kind)[:-4])
+        await client.leave("half_close")
+        await until_ended(client)
+        assert client.raw.startswith(b"HTTP/1.1 400 ")
+
+
+@KINDS
+async def test_an_idle_connection_is_closed_in_time_whatever_is_owed(
+    kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its client sends the next request into a connection that nobody reads."""
+    monkeypatch.setattr(serve, "KEEP_ALIVE", 0.3)
+    async with open_rig(drain_grace=60) as rig:
+        free = trio.Event()
+        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        async with connected(rig.url) as client:
+            await ask(client, "first", kind)
+            await is_served(client, "first")
+            await until_ended(client)
+            assert rig.app.active == 1
+        free.set()
+        await rig.quiet()
+
+
+@pytest.mark.skipif("PUBLIC_SENDS" in os.environ, reason="there the app has no word for it but to return")
+@KINDS
+@pytest.mark.parametrize("n", [1, 2])
+async def test_a_stream_that_breaks_is_cut_before_its_debts_are_settled(kind: str, n: int) -> None:
+    async with open_rig(drain_grace=60, sim=SimSettings(itl=0.005)) as rig:
+        free = trio.Event()
+        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        rig.d.faults.add(Fault("mid_body", "reset", after=6))
+        async with connected(rig.url) as client:
+            body = {"model": "sim", "prompt": "x", "max_tokens": 20, "stream": True, "n": n}
+            await client.send(request(body, headers=kind))
+            await client.until(b"stream_broken")
+            await until_ended(client)
+            assert rig.app.active == 1
+        free.set()
+        await rig.quiet()
+        assert rig.report.outcome == "cut"

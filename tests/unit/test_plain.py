@@ -201,6 +201,31 @@ async def test_the_body_is_told_as_it_comes_and_then_the_leaving() -> None:
     assert (ends.sent, ends.kept) == (b"", [False])
 
 
+async def test_half_a_request_is_refused_where_that_can_still_be_read() -> None:
+    ends = Ends()
+
+    async def app(receive: Any, _send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    ends.request.feed(b"{")
+    ends.request.lose()
+    await run(ends, app)
+    assert ends.sent == b"HTTP/1.1 400 \r\ncontent-length: 0\r\nconnection: close\r\ndate: now\r\n\r\n"
+    assert ends.kept == [False]
+
+
+async def test_of_a_body_that_is_refused_nothing_is_kept() -> None:
+    ends = Ends()
+    await ends.start((b"content-length", b"3"), status=413)
+    assert ends.request.answered_early
+    assert ends.request.feed(b"{") == b""
+    await ends.body(b"one")
+    assert ends.request.feed(b"}behind") == b"behind"
+    assert await ends.request.receive() == {"type": "http.request", "body": b"", "more_body": False}
+    assert ends.kept == [False]
+
+
 async def test_a_failing_app_is_a_500_and_the_end_of_its_connection(caplog: pytest.LogCaptureFixture) -> None:
     ends = Ends()
 
@@ -208,7 +233,7 @@ async def test_a_failing_app_is_a_500_and_the_end_of_its_connection(caplog: pyte
         raise RuntimeError("ours")
 
     await run(ends, app)
-    assert ends.sent.startswith(b"HTTP/1.1 500 \r\n")
+    assert ends.sent == b"HTTP/1.1 500 \r\ncontent-length: 0\r\nconnection: close\r\ndate: now\r\n\r\n"
     assert ends.kept == [False]
     assert "the app failed" in caplog.text
 

@@ -232,7 +232,7 @@ class _Exchange:
         with self.pool.streaming(dispatch):
             await relay.run()
         if dispatch.left or dispatch.blocked_since is not None:
-            self._client_stopped_reading(dispatch)
+            await self._client_stopped_reading(dispatch)
         elif relay.broken is not None:
             await self._cut(dispatch, relay.broken, relay.last)
         else:
@@ -253,6 +253,7 @@ class _Exchange:
         )
         with trio.move_on_after(self.pool.settings.write_timeout):
             await self._write(cut.event(self.plan.api.dialect, after=last))
+        await self.sink.cut()
 
     async def _shown(self, dispatch: Dispatch, block: bytes) -> bytes:
         """Events as the client may see them: one at a stream's end for most APIs, so this may cost something."""
@@ -270,10 +271,11 @@ class _Exchange:
         if generated is not None:
             self.report.completion_tokens = generated
 
-    def _client_stopped_reading(self, dispatch: Dispatch) -> None:
+    async def _client_stopped_reading(self, dispatch: Dispatch) -> None:
         """Nothing can be told to it any more; not finishing the response is what it will find."""
         dispatch.end_stream(complete=False, reason="the client stopped reading")
         self.report.outcome = "disconnect"
+        await self.sink.cut()
 
     async def _answer_whole(self, dispatch: Dispatch) -> None:
         leg = dispatch.decode_leg
@@ -294,6 +296,7 @@ class _Exchange:
             with trio.move_on_after(patience):
                 # No end after it: what has begun as a stream must not look complete.
                 await self._write(as_event(answer.body, self.plan.api.dialect))
+            await self.sink.cut()
             return
         with trio.CancelScope(deadline=trio.current_time() + patience) as scope:
             length = (b"content-length", str(len(answer.body)).encode())

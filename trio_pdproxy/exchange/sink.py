@@ -10,8 +10,8 @@ from trio_pdproxy.engines.wire import Headers
 class Sink(Protocol):
     """The client's side of one exchange.
 
-    `start` once at most, then `write` any number of times, then `finish` once: a response that is not finished is
-    seen by the client as truncated. Each may block (that is the back-pressure) and be cancelled.
+    `start` once at most, then `write` any number of times, then `finish` or `cut` once: a response that is not finished
+    is seen by the client as truncated. Each may block (that is the back-pressure) and be cancelled.
     """
 
     @property
@@ -38,3 +38,8 @@ class Sink(Protocol):
         ...
 
     async def finish(self) -> None: ...
+
+    async def cut(self) -> None:
+        """Instead of `finish`: no more comes. The client sees the response as truncated: at once where it can be told,
+        else when the exchange has ended, debts included."""
+        ...

@@ -96,6 +96,9 @@ class MemorySink:
         if not self.write_now(data):
             await self.flush()
 
+    async def cut(self) -> None:
+        await trio.lowlevel.checkpoint()
+
     async def finish(self) -> None:
         assert self.started
         assert not self.finished

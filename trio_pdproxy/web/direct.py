@@ -30,15 +30,20 @@ class Direct:
     """One client connection, for whoever frames what it sends on it. `send` is the server's own, past which nothing
     else is sent meanwhile: it takes bytes and raises nothing where the client has gone."""
 
-    __slots__ = ("_held", "_lock", "_send", "_socket", "_stream", "lost", "on_lost")
+    __slots__ = ("_cut", "_held", "_lock", "_send", "_socket", "_stream", "lost", "on_lost")
 
     def __init__(
-        self, stream: trio.abc.Stream, lock: trio.Lock, send: Callable[[bytes | memoryview], Awaitable[None]]
+        self,
+        stream: trio.abc.Stream,
+        lock: trio.Lock,
+        send: Callable[[bytes | memoryview], Awaitable[None]],
+        cut: Callable[[], Awaitable[None]],
     ) -> None:
         self._stream = stream
         self._socket = stream.socket if isinstance(stream, trio.SocketStream) else None
         self._lock = lock
         self._send = send
+        self._cut = cut
         self._held: list[bytes] | None = None
         self.lost = False
         """The client's end is there: it has left, or does not take what is sent."""
@@ -91,6 +96,10 @@ class Direct:
 
     async def send(self, data: bytes | memoryview) -> None:
         await self._send(data)
+
+    async def cut(self) -> None:
+        """End the connection now, with whatever answer is in hand unfinished."""
+        await self._cut()
 
     # -- receiving, for the server ---------------------------------------------------------------
 

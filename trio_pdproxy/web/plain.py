@@ -113,11 +113,17 @@ class PlainRequest:
         """Take what belongs to the body; what is behind it is returned."""
         if not self._missing:
             return data
-        self._pieces.append(data[: self._missing])
-        behind = data[self._missing :]
-        self._missing -= len(self._pieces[-1])
-        self._tell()
+        piece, behind = data[: self._missing], data[self._missing :]
+        self._missing -= len(piece)
+        if not self.started:  # else nobody will ask for it
+            self._pieces.append(piece)
+            self._tell()
         return behind
+
+    @property
+    def answered_early(self) -> bool:
+        """An answer has begun before the body was all there: no more of it needs to be read."""
+        return self.started and self._missing > 0
 
     def lose(self) -> None:
         """The client has left."""
@@ -198,9 +204,14 @@ class PlainRequest:
         except* Exception as group:
             log.error("the app failed on a request", exc_info=group)
             if not self.started:
-                self._keep = False
-                await self.send({"type": "http.response.start", "status": 500, "headers": [(b"content-length", b"0")]})
-                await self.send({"type": "http.response.body"})
+                await self._refuse(500)
+        if self._lost and self._missing and not self.started:
+            await self._refuse(400)  # half a request: whoever has closed one direction only can still read that
         if not self.complete:
             self.complete = True
             await self._over(False)
+
+    async def _refuse(self, status: int) -> None:
+        headers = [(b"content-length", b"0"), (b"connection", b"close")]
+        await self.send({"type": "http.response.start", "status": status, "headers": headers})
+        await self.send({"type": "http.response.body"})

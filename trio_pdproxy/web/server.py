@@ -31,13 +31,13 @@ log = logging.getLogger("trio_pdproxy.serve")
 
 
 class ContainedServer(TCPServer):
-    """See the module. `config` has a `write_timeout` beside what Hypercorn's has (`ServerConfig`)."""
+    """See the module. `config` has a `write_timeout` and `relay` beside what Hypercorn's has (`ServerConfig`)."""
 
     config: Any
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.direct = Direct(self.stream, self.send_lock, self._send)
+        self.direct = Direct(self.stream, self.send_lock, self._send, self._cut)
         self._app = self.app
         self.app: Any = self._call_app
         self._reading = trio.CancelScope()
@@ -85,7 +85,8 @@ class ContainedServer(TCPServer):
         """Hand what has come to whom it belongs; `b""` is the client's end."""
         while data:
             if self._plain is not None:
-                if not (data := self._plain.feed(data)):
+                data = self._plain.feed(data)
+                if not data and not self._plain.answered_early:
                     return
                 await self._plain_over.wait()  # a request that comes before the last one's answer waits its turn
             elif (head := self._usual_head(data)) is not None:
@@ -102,7 +103,7 @@ class ContainedServer(TCPServer):
     def _usual_head(self, data: bytes) -> Head | None:
         """A request that h11 need not see: nothing of another one may be left there."""
         protocol = self.protocol.protocol
-        if not direct.SUPPORTED or not isinstance(protocol, H11Protocol) or protocol.stream is not None:
+        if not (direct.SUPPORTED and self.config.relay) or not isinstance(protocol, H11Protocol) or protocol.stream:
             return None
         connection = protocol.connection
         if not isinstance(connection, h11.Connection) or connection.trailing_data[0]:
@@ -150,10 +151,14 @@ class ContainedServer(TCPServer):
 
     async def _gone(self) -> None:
         """Nothing more will come from the client, or nothing more can be sent to it."""
+        protocol = self.protocol.protocol
+        idle = self._plain is None and isinstance(protocol, H11Protocol) and protocol.stream is None
         self.direct.lose()
         if self._plain is not None:
             self._plain.lose()
         await self.protocol.handle(Closed())
+        if idle:
+            await self._close()  # what was answered may have debts to settle, which its client need not wait for
 
     # -- sending ---------------------------------------------------------------------------------
 
@@ -167,9 +172,13 @@ class ContainedServer(TCPServer):
             else:
                 self.idle_task.end()
         else:
-            await super().protocol_send(event)
-            if isinstance(event, Closed):
-                self._reading.cancel("the connection is closed")
+            try:
+                # Quart-Trio may cancel who sends the end of an answer; half a close would leave the connection open.
+                with trio.CancelScope(deadline=trio.current_time() + self.config.write_timeout, shield=True):
+                    await super().protocol_send(event)
+            finally:
+                if isinstance(event, Closed):
+                    self._reading.cancel("the connection is closed")
 
     async def _send_or_keep(self, data: bytes) -> None:
         if not self.direct.keeps(data):
@@ -191,6 +200,10 @@ class ContainedServer(TCPServer):
                     await trio.aclose_forcefully(self.stream)
         # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
         self._reading.cancel("the client is gone")
+
+    async def _cut(self) -> None:
+        """Nothing more comes on this connection, and its client is to see that now."""
+        await self.protocol_send(Closed())
 
     # -- for the idle timer ----------------------------------------------------------------------
 

@@ -69,6 +69,11 @@ class AsgiSink:
         self.finishing = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
+    async def cut(self) -> None:
+        self.finishing = True
+        if self._direct is not None:
+            await self._direct.cut()
+
     async def _release(self) -> None:
         """Send what is still held back: the head of a response, and the piece of its body that h11 has framed."""
         if self._direct is not None and self._direct.holding:
