@@ -142,6 +142,7 @@ class ContainedServer(TCPServer):
                 self.idle_task.begin()
         else:
             await self.protocol_send(Closed())
+            self._plain = None  # it holds us
 
     async def _end_idleness(self) -> None:
         """When the server stops: it does not wait for who only keeps a connection."""
