@@ -136,6 +136,12 @@ class Client:
         self.raw += data
         self.ended = self.ended or not data
 
+    async def until_ended(self, seconds: float = 30) -> None:
+        """Until the connection's end has come."""
+        with trio.fail_after(seconds):
+            while not self.ended:
+                await self.more()
+
     async def leave(self, how: Literal["close", "half_close", "reset"]) -> None:
         """Close both directions, the sending one alone, or with a TCP reset."""
         if how == "half_close":

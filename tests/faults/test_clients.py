@@ -261,9 +261,7 @@ async def test_an_http_1_0_client_gets_no_chunks_and_sees_the_end(stream: bool, 
             if stream:
                 assert got.events[-1] == b"[DONE]"
             if not got.headers.get("connection", "").lower().startswith("keep-alive"):
-                with trio.fail_after(30):
-                    while not client.ended:
-                        await client.more()
+                await client.until_ended()
         async with connected(rig.url) as client:
             rig.d.faults.add(Fault("mid_body", "reset", after=2))
             await client.send(request(body, version="1.0", headers=keep))

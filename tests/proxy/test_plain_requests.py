@@ -129,12 +129,6 @@ async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_le
 # -- the ends of connections -----------------------------------------------------------------------
 
 
-async def until_ended(client: Client, seconds: float = 10) -> None:
-    with trio.fail_after(seconds):
-        while not client.ended:
-            await client.more()
-
-
 @KINDS
 async def test_whoever_is_refused_before_the_body_came_is_closed_on(kind: str) -> None:
     """Also where Quart-Trio, told that the client has gone, cancels who is just closing the connection."""
@@ -143,7 +137,7 @@ async def test_whoever_is_refused_before_the_body_came_is_closed_on(kind: str) -
         for url in (rig.url, str(admin.base_url).rstrip("/")):
             async with connected(url) as client:
                 await client.send(head)
-                await until_ended(client)
+                await client.until_ended()
                 assert client.raw.startswith(b"HTTP/1.1 4")
 
 
@@ -152,7 +146,7 @@ async def test_half_a_request_is_refused(kind: str) -> None:
     async with open_rig() as rig, connected(rig.url) as client:
         await client.send(request({"model": "sim", "prompt": "half"}, headers=kind)[:-4])
         await client.leave("half_close")
-        await until_ended(client)
+        await client.until_ended()
         assert client.raw.startswith(b"HTTP/1.1 400 ")
 
 
@@ -168,7 +162,7 @@ async def test_an_idle_connection_is_closed_in_time_whatever_is_owed(
         async with connected(rig.url) as client:
             await ask(client, "first", kind)
             await is_served(client, "first")
-            await until_ended(client)
+            await client.until_ended()
             assert rig.app.active == 1
         free.set()
         await rig.quiet()
@@ -186,7 +180,7 @@ async def test_a_stream_that_breaks_is_cut_before_its_debts_are_settled(kind: st
             body = {"model": "sim", "prompt": "x", "max_tokens": 20, "stream": True, "n": n}
             await client.send(request(body, headers=kind))
             await client.until(b"stream_broken")
-            await until_ended(client)
+            await client.until_ended()
             assert rig.app.active == 1
         free.set()
         await rig.quiet()

@@ -32,13 +32,14 @@ print(time.perf_counter() - begun >= 0.0002)
 
 
 def run(folder: Path, program: str) -> list[str]:
+    """What `program` prints where `folder` comes first on its path, as an engine's gentle folder does."""
+    (folder / "sitecustomize.py").write_text(Path(gentle.__file__).read_text())
     env = {**os.environ, "PYTHONPATH": str(folder)}
     done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, check=True)
     return done.stdout.splitlines()
 
 
 def test_an_engine_waits_without_keeping_its_core(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(Path(gentle.__file__).read_text())
     (tmp_path / "nixl_cu12").mkdir()
     (tmp_path / "nixl_cu12" / "__init__.py").touch()
     (tmp_path / "nixl_cu12" / "_bindings.py").write_text(NIXL)
@@ -46,7 +47,6 @@ def test_an_engine_waits_without_keeping_its_core(tmp_path: Path) -> None:
 
 
 def test_a_library_that_is_not_there_is_missed_as_ever(tmp_path: Path) -> None:
-    (tmp_path / "sitecustomize.py").write_text(Path(gentle.__file__).read_text())
     program = "try:\n    import nixl_cu12._bindings\nexcept ModuleNotFoundError as error:\n    print(error)"
     assert run(tmp_path, program) == ["No module named 'nixl_cu12'"]
 

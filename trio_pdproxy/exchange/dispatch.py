@@ -503,9 +503,7 @@ class Dispatch:
         try:
             bound = self._settings.prefill_timeout + self._settings.settle_timeout
             await self._bounded(bound, connection, rest, request)
-            if self.verdict.debt is Debt.RESCUE:
-                with self._pool.shielded():
-                    await self._pay()
+            await self._pay()
         finally:
             self._back_ended()
 
@@ -590,12 +588,11 @@ class Dispatch:
 
     async def _pay(self) -> None:
         """Pay a debt that the prefill leg did not, by one rescue, unless the decode engine proves it holds nothing."""
-        waited = False
-        while self.verdict.debt is Debt.RESCUE:
-            if not waited:
-                waited = True
-                await self._wait_for_decode(self._rescue_delay())
-            else:
+        if self.verdict.debt is not Debt.RESCUE:
+            return
+        with self._pool.shielded():
+            await self._wait_for_decode(self._rescue_delay())
+            while self.verdict.debt is Debt.RESCUE:
                 await self._rescue(self._prefill.value)
 
     def _rescue_delay(self) -> float:

@@ -98,14 +98,19 @@ class ContainedServer(TCPServer):
         if self._plain is None:
             await self.protocol.handle(RawData(data))
 
+    @property
+    def _between_requests(self) -> bool:
+        """No request is in hand whose answer is not complete."""
+        protocol = self.protocol.protocol
+        return self._plain is None and isinstance(protocol, H11Protocol) and protocol.stream is None
+
     # -- the usual request -----------------------------------------------------------------------
 
     def _usual_head(self, data: bytes) -> Head | None:
         """A request that h11 need not see: nothing of another one may be left there."""
-        protocol = self.protocol.protocol
-        if not (direct.SUPPORTED and self.config.relay) or not isinstance(protocol, H11Protocol) or protocol.stream:
+        if not (direct.SUPPORTED and self.config.relay and self._between_requests):
             return None
-        connection = protocol.connection
+        connection = self.protocol.protocol.connection
         if not isinstance(connection, h11.Connection) or connection.trailing_data[0]:
             return None
         return read_head(data) if connection.our_state is connection.their_state is h11.IDLE else None
@@ -152,8 +157,7 @@ class ContainedServer(TCPServer):
 
     async def _gone(self) -> None:
         """Nothing more will come from the client, or nothing more can be sent to it."""
-        protocol = self.protocol.protocol
-        idle = self._plain is None and isinstance(protocol, H11Protocol) and protocol.stream is None
+        idle = self._between_requests
         self.direct.lose()
         if self._plain is not None:
             self._plain.lose()
