@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import random
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any, Literal
@@ -15,6 +17,7 @@ from tests.faults.table import Tables
 from tests.unit.raw import RawServer, raw_server
 from trio_pdproxy.core import sse
 from trio_pdproxy.exchange import legs
+from trio_pdproxy.exchange.relay import Relay
 from trio_pdproxy.sim import SimSettings
 from trio_pdproxy.testing import Rig, open_rig
 
@@ -186,3 +189,73 @@ async def test_a_strange_stream_of_single_bytes_is_the_same_stream(monkeypatch: 
         assert got.end == "complete"
         assert got.body == EVENT + b": ping\r\r" + EVENT + b"data: [DONE]\n\n"
         assert await settle(rig, NOTHING) == {}
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_a_strange_stream_in_strange_chunks_is_the_same_stream(
+    seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Most of it as engines write, an event a chunk a write; between that events in pieces, several in a chunk or a
+    write, with extensions, and text that looks like chunks. What is passed on as it came must be whole chunks."""
+    rng = random.Random(seed)
+    said: list[bytes] = []
+
+    def event(number: int) -> bytes:
+        look = rng.choice((" one", "\r\n", "9\r\ndata: x\n\n\r\n", "\\u000a", "\u20ac")) if number % 3 == 2 else " one"
+        data = b"data: %d %b\n\n" % (number, look.encode().replace(b"\n\n", b"\ndata: "))
+        said.append(data)
+        return data
+
+    def write(number: int) -> list[bytes]:
+        """What is written at once, each."""
+        how = rng.random()
+        if how < 0.6:
+            return [chunk(event(number))]
+        if how < 0.7:
+            return [chunk(event(number)) + chunk(event(number + 500))]
+        if how < 0.8:
+            return [
+                chunk(event(number) + event(number + 500) + b": ping\n\n")[:-2].replace(b"\r\n", b";a=b\r\n", 1)
+                + b"\r\n"
+            ]
+        data = event(number)
+        if how < 0.85:  # the rest of a chunk that looks like one, after whole events
+            said.append(b"9\r\ndata: x\n\n")
+            framed = chunk(data + said[-1])
+            return [framed[: -len(said[-1]) - 2], said[-1] + b"\r\n"]
+        if how < 0.9:
+            at = rng.randrange(1, len(data))
+            return [chunk(data[:at]), chunk(data[at:])]
+        framed = chunk(data)
+        at = rng.randrange(1, len(framed))
+        return [framed[:at], framed[at:]]
+
+    writes = [piece for number in range(60) for piece in write(number)]
+    raw = b"".join(said)
+
+    async def handler(server: RawServer, stream: trio.SocketStream) -> None:
+        await server.read_request(stream)
+        stream.setsockopt(6, 1, 1)  # TCP_NODELAY
+        await stream.send_all(HEAD + chunk(EVENT))
+        for piece in writes:
+            await stream.send_all(piece)
+            await trio.sleep(0.002)
+        await stream.send_all(chunk(b"data: [DONE]\n\n") + b"0\r\n\r\n")
+        await stream.receive_some(1)
+
+    passed = 0
+    hand = Relay._hand
+
+    def counted(relay: Relay, block: bytes, *, framed: bool = False) -> bool:
+        nonlocal passed
+        passed += framed
+        return hand(relay, block, framed=framed)
+
+    monkeypatch.setattr(Relay, "_hand", counted)
+    async with strange("D", handler, monkeypatch) as (rig, _), connected(rig.url) as client:
+        await client.send(asked(PROMPT, stream=True))
+        got = await client.answer()
+        assert got.end == "complete"
+        assert got.body.replace(b": ping\n\n", b"") == EVENT + raw + b"data: [DONE]\n\n"
+        assert await settle(rig, NOTHING) == {}
+    assert passed > 20 or "PUBLIC_SENDS" in os.environ

@@ -70,18 +70,18 @@ async def test_a_fault_of_ours_in_the_hubs_task_is_that_of_its_exchange_alone(mo
     async with open_rig(sim=SLOW) as rig:
         assert (await rig.stream(max_tokens=3)).complete
         await rig.quiet()
-        write_now = AsgiSink.write_now
+        pass_on = AsgiSink.pass_on
         calls = 0
 
-        def failing(sink: AsgiSink, data: bytes) -> bool:
+        def failing(sink: AsgiSink, framed: bytes) -> bool:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("a fault of ours")
-            return write_now(sink, data)
+            return pass_on(sink, framed)
 
         with monkeypatch.context() as patch:
-            patch.setattr(AsgiSink, "write_now", failing)
+            patch.setattr(AsgiSink, "pass_on", failing)
             seen = await rig.stream(max_tokens=30)
         assert (seen.status, seen.complete) == (200, False)
         await rig.quiet()

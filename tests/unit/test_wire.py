@@ -539,3 +539,86 @@ async def test_closing_closes_at_once_and_raises_nothing_also_when_cancelled(can
         assert closed
         assert connection.closed
         await server.until(lambda: server.open == 0)
+
+
+# --- where chunks end -------------------------------------------------------------------------------
+
+MISLEADING = [b"data: x\n\n", b"\n\n", b"\n", b"\r\n", b"\n\n\r\n", b"9\r\ndata: x\n\n\r\n", b"0\r\n\r\n", b"a", b"\r"]
+chunks = st.lists(
+    st.tuples(st.lists(st.sampled_from(MISLEADING), min_size=1, max_size=4).map(b"".join), st.sampled_from("xX0;")),
+    min_size=1,
+    max_size=8,
+)
+
+
+def as_chunk(data: bytes, how: str) -> bytes:
+    size = {"x": b"%x", "X": b"%X", "0": b"0%x", ";": b"%x;a=b"}[how] % len(data)
+    return size + b"\r\n" + data + b"\r\n"
+
+
+@settings(max_examples=300)
+@given(chunks, st.lists(st.integers(0, 300), max_size=12), st.booleans())
+def test_where_a_connection_is_between_chunks_one_begins_and_what_is_a_chunk_is_that(
+    pieces: list[tuple[bytes, str]], cuts: list[int], at_ends: bool
+) -> None:
+    """Cut anywhere, or (as engines write) mostly between chunks."""
+    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+    framed = [as_chunk(*piece) for piece in pieces]
+    raw = b"".join(framed)
+    begins = {0, *(sum(map(len, framed[:i])) for i in range(1, len(framed) + 1))}
+    bodies = dict(zip(sorted(begins), (data for data, _ in pieces), strict=False))
+    ends = {edge for edge in begins if at_ends and edge % 4} | {min(cut, len(raw)) for cut in cuts[at_ends * 10 :]}
+
+    async def main() -> None:
+        edges = sorted({0, *ends, len(raw)})
+        reads = [raw[a:b] for a, b in pairwise(edges)]
+        connection = Connection(Pieces([head, *reads], "silence"))
+        await connection.receive_head()
+        body = b""
+        for at, data in zip(edges, reads, strict=False):
+            if connection.between_chunks:
+                assert at in begins
+            if at in begins and wire.is_chunk(data):
+                assert data[data.index(b"\r\n") + 2 : -2] == bodies[at]
+                assert len(data) == len(as_chunk(bodies[at], "x"))
+                if connection.between_chunks:  # and then the parser need not see it
+                    connection._stream.pieces.pop(0)  # type: ignore[attr-defined]
+                    body += bodies[at]
+                    continue
+            await connection._pull()
+            body += connection._taken()
+        assert body == b"".join(data for data, _ in pieces)
+
+    trio.run(main)
+
+
+async def test_after_a_whole_chunk_of_whole_events_a_connection_is_between_chunks() -> None:
+    event = as_chunk(b"data: x\n\n", "x")
+    connection = Connection(Pieces([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", event, event], "silence"))
+    await connection.receive_head()
+    assert not connection.between_chunks
+    for _ in range(2):
+        assert await connection.receive_body() == b"data: x\n\n"
+        assert connection.between_chunks
+    assert wire.is_chunk(event)
+    for other in (event * 2, event[:-1], event[1:], event + b"\n", b"0" + event, b"0\r\n\r\n", b"\r\n\r\n", b"", b"9"):
+        assert not wire.is_chunk(other)
+
+
+@pytest.mark.parametrize(
+    ("head", "body"),
+    [
+        (b"Content-Length: 90", b"9\r\ndata: x\n\n\r\n" * 3),
+        (b"X-A: b", b"9\r\ndata: x\n\n\r\n" * 3),
+        (b"Transfer-Encoding: chunked", b"50\r\n" + b"9\r\ndata: x\n\n\r\n" * 3),
+    ],
+    ids=["a length", "no framing", "inside a chunk"],
+)
+async def test_a_body_that_looks_like_chunks_is_none(head: bytes, body: bytes) -> None:
+    for size in (3, 14, 28, 42):
+        pieces = [body[i : i + size] for i in range(0, len(body), size)]
+        connection = Connection(Pieces([b"HTTP/1.1 200 OK\r\n" + head + b"\r\n\r\n", *pieces], "silence"))
+        await connection.receive_head()
+        for _ in pieces:
+            await connection._pull()
+            assert not connection.between_chunks

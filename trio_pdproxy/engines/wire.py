@@ -70,6 +70,13 @@ def request_bytes(method: bytes, target: bytes, headers: Iterable[tuple[bytes, b
     return b"".join(lines)
 
 
+def is_chunk(data: bytes) -> bool:
+    """Whether `data`, which begins where a chunk does, is that chunk and nothing else, framed as everybody frames
+    chunks: no extension, no leading zero, digits in lower case. The last one, which is empty, is none."""
+    end = data.find(b"\r\n", 0, 8)
+    return end > 0 and data[:end] == b"%x" % (len(data) - end - 4) and data[-2:] == b"\r\n" and end + 4 < len(data)
+
+
 async def read_socket(socket: trio.socket.SocketType, size: int) -> bytes:
     """What a `SocketStream`'s own `receive_some` does, in fewer steps; always a checkpoint. Raises
     `trio.ClosedResourceError` and `trio.BrokenResourceError`."""
@@ -104,6 +111,7 @@ class Connection:
         "_silent",
         "_socket",
         "_stream",
+        "between_chunks",
         "closed",
         "idle_since",
         "served",
@@ -132,6 +140,9 @@ class Connection:
         self._header_count = 0
         self._informational = 0
         self._framed = False
+        self.between_chunks = False
+        """The parser has seen a chunk's end last: what comes next begins with a chunk. Where it is False that may be so
+        all the same."""
         self._keep_alive = False
         self._complete = False
         self._received = 0
@@ -235,20 +246,24 @@ class Connection:
             return None
         return fd if (fd := self._fast.fileno()) >= 0 else None
 
-    def receive_now(self) -> bytes | None:
-        """What has come of the body, `b""` where nothing has, without a checkpoint. None: something else is there (its
-        end, a failure), which `receive_body` tells. Only while `waiting_for` is a socket."""
+    def read_now(self) -> bytes | None:
+        """What has come, framing included, `b""` where nothing has; without a checkpoint. None: something else is there
+        (an end, a failure), which `receive_body` tells. Only while `waiting_for` is a socket.
+
+        What has come is then `taken_in`; unless it came `between_chunks` and `is_chunk`: that may be kept from it.
+        """
         assert self._fast is not None
         try:
-            data = os.read(self._fast.fileno(), READ_SIZE)
+            return os.read(self._fast.fileno(), READ_SIZE) or None  # an end stays there for whoever reads again
         except BlockingIOError:
             return b""
         except OSError as error:
             self.spoiled = True
             self._failure = BrokenError(f"connection lost while receiving ({error.strerror})")
             return None
-        if not data:
-            return None  # and so it will be for whoever reads again
+
+    def taken_in(self, data: bytes) -> bytes | None:
+        """The body in what `read_now` has read; None as there."""
         with suppress(BrokenError):  # it is kept
             self._take_in(data)
         if self._complete or self._failure is not None:
@@ -294,8 +309,12 @@ class Connection:
             self.spoiled = True  # after a complete answer only the connection suffers
             if not self._complete:
                 wrong = f"not HTTP: {error}"
+        self.between_chunks = False
         if head is not None and len(self._data) > had and not wrong:
             self._silent = 0
+            # The last piece does not end as the data does, so something of the framing is behind it. A line of that
+            # would have no line feed before its end: it is the line end after a chunk.
+            self.between_chunks = data[-4:] == b"\n\n\r\n" and self._data[-1][-2:] == b"\n\n"
             return  # more of a body: nothing else can be wrong with it
         if wrong := wrong or self._out_of_bounds(len(data), progress=len(self._data) > had or self._complete):
             self.spoiled = True

@@ -1,7 +1,8 @@
 """The stream after the commit, in whole events.
 
 Most of a stream is plain: events that nothing has to be done about, and that the client's connection takes at once.
-Those are passed on in the hub's task (see there), without waking the exchange's own. It wakes for the rest: events
+Those are passed on in the hub's task (see there), without waking the exchange's own; where a read brings exactly one
+chunk of them, as it does when events are sparse, in the engine's own framing. The exchange wakes for the rest: events
 that are shown otherwise or end the stream, a client that does not take what is sent, a stream that breaks or ends.
 Where there is no hub, or either connection is no plain socket, it reads every event itself.
 """
@@ -42,7 +43,7 @@ class Relay:
     ) -> None:
         assert dispatch.decode_leg is not None
         self.last = b""
-        """The events handed to the client last."""
+        """The events handed to the client last; maybe in the frame of a chunk, whose lines are no fields of theirs."""
         self.broken: str | None = None
         """Why the stream has no proper end; None where it has one."""
         self._dispatch = dispatch
@@ -87,12 +88,12 @@ class Relay:
 
     # -- to the client ---------------------------------------------------------------------------
 
-    def _hand(self, block: bytes) -> bool:
-        """Hand `block` to the client. False: it is to be flushed."""
+    def _hand(self, block: bytes, *, framed: bool = False) -> bool:
+        """Hand `block` to the client, as it is where it is `framed`. False: it is to be flushed."""
         now = trio.current_time()
         self.last = block
         self._report.handed(now)
-        if not self._sink.write_now(block):
+        if not (self._sink.pass_on(block) if framed else self._sink.write_now(block)):
             return False
         self._heard(now)
         return True
@@ -144,12 +145,18 @@ class Relay:
     def ready(self) -> None:
         """For the hub."""
         try:
-            block = self._leg.more_now()
-            if block is None:
-                pass  # an end or a break: found by reading on
+            data = self._leg.connection.read_now()
+            if data and self._leg.passes(data):
+                if self._hand(data, framed=True):
+                    return
+                self._stuck = True
+            elif not (block := self._leg.more_in(data) if data else data):
+                if block is not None:
+                    return
+                # Else an end or a break: found by reading on.
             elif self._api.mark in block or self._api.end in block:
                 self._block = block
-            elif not block or self._hand(block):
+            elif self._hand(block):
                 return
             else:
                 self._stuck = True

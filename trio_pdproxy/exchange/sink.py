@@ -31,6 +31,10 @@ class Sink(Protocol):
         else is written."""
         ...
 
+    def pass_on(self, framed: bytes) -> bool:
+        """`write_now` for one whole chunk of HTTP/1.1's chunked coding, framing and all. Only where `takes_at_once`."""
+        ...
+
     async def flush(self) -> None: ...
 
     async def write(self, data: bytes) -> None:

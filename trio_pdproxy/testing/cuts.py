@@ -87,6 +87,9 @@ class MemorySink:
         self._rest = data
         return False
 
+    def pass_on(self, framed: bytes) -> bool:
+        raise AssertionError("nothing is taken at once here")
+
     async def flush(self) -> None:
         self.raw += self._rest
         self._rest = b""

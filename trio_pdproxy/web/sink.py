@@ -45,7 +45,10 @@ class AsgiSink:
         if self._direct is None or not self._chunked:
             self._rest = data
             return False
-        framed = self._direct.release(chunk(data))
+        return self.pass_on(self._direct.release(chunk(data)))
+
+    def pass_on(self, framed: bytes) -> bool:
+        assert self._direct is not None
         sent = self._direct.send_now(framed)
         if sent == len(framed):
             return True
