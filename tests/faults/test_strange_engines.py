@@ -17,7 +17,7 @@ from tests.faults.table import Tables
 from tests.unit.raw import RawServer, raw_server
 from trio_pdproxy.core import sse
 from trio_pdproxy.exchange import legs
-from trio_pdproxy.exchange.relay import Relay
+from trio_pdproxy.exchange.legs import DecodeLeg
 from trio_pdproxy.sim import SimSettings
 from trio_pdproxy.testing import Rig, open_rig
 
@@ -244,14 +244,14 @@ async def test_a_strange_stream_in_strange_chunks_is_the_same_stream(
         await stream.receive_some(1)
 
     passed = 0
-    hand = Relay._hand
+    passes = DecodeLeg.passes
 
-    def counted(relay: Relay, block: bytes, *, framed: bool = False) -> bool:
+    def counted(leg: DecodeLeg, data: bytes) -> bool:
         nonlocal passed
-        passed += framed
-        return hand(relay, block, framed=framed)
+        passed += (yes := passes(leg, data))
+        return yes
 
-    monkeypatch.setattr(Relay, "_hand", counted)
+    monkeypatch.setattr(DecodeLeg, "passes", counted)
     async with strange("D", handler, monkeypatch) as (rig, _), connected(rig.url) as client:
         await client.send(asked(PROMPT, stream=True))
         got = await client.answer()

@@ -556,53 +556,57 @@ def as_chunk(data: bytes, how: str) -> bytes:
     return size + b"\r\n" + data + b"\r\n"
 
 
+HEAD = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
 @settings(max_examples=300)
 @given(chunks, st.lists(st.integers(0, 300), max_size=12), st.booleans())
-def test_where_a_connection_is_between_chunks_one_begins_and_what_is_a_chunk_is_that(
+def test_what_is_one_chunk_is_that_and_may_be_kept_from_the_parser(
     pieces: list[tuple[bytes, str]], cuts: list[int], at_ends: bool
 ) -> None:
     """Cut anywhere, or (as engines write) mostly between chunks."""
-    head = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     framed = [as_chunk(*piece) for piece in pieces]
     raw = b"".join(framed)
-    begins = {0, *(sum(map(len, framed[:i])) for i in range(1, len(framed) + 1))}
-    bodies = dict(zip(sorted(begins), (data for data, _ in pieces), strict=False))
+    begins = [sum(map(len, framed[:i])) for i in range(len(framed))]
+    bodies = dict(zip(begins, (data for data, _ in pieces), strict=True))
     ends = {edge for edge in begins if at_ends and edge % 4} | {min(cut, len(raw)) for cut in cuts[at_ends * 10 :]}
+    edges = sorted({0, *ends, len(raw)})
+    reads = [raw[a:b] for a, b in pairwise(edges)]
 
     async def main() -> None:
-        edges = sorted({0, *ends, len(raw)})
-        reads = [raw[a:b] for a, b in pairwise(edges)]
-        connection = Connection(Pieces([head, *reads], "silence"))
+        connection = Connection(Pieces([HEAD], "silence"))
         await connection.receive_head()
         body = b""
         for at, data in zip(edges, reads, strict=False):
-            if connection.between_chunks:
-                assert at in begins
-            if at in begins and wire.is_chunk(data):
-                assert data[data.index(b"\r\n") + 2 : -2] == bodies[at]
-                assert len(data) == len(as_chunk(bodies[at], "x"))
-                if connection.between_chunks:  # and then the parser need not see it
-                    connection._stream.pieces.pop(0)  # type: ignore[attr-defined]
-                    body += bodies[at]
-                    continue
-            await connection._pull()
-            body += connection._taken()
+            if connection.is_one_chunk(data):
+                assert data == as_chunk(bodies[at], "x")
+                body += bodies[at]
+            else:
+                taken = connection.taken_in(data)
+                assert taken is not None
+                body += taken
         assert body == b"".join(data for data, _ in pieces)
 
     trio.run(main)
 
 
-async def test_after_a_whole_chunk_of_whole_events_a_connection_is_between_chunks() -> None:
+async def test_after_one_chunk_of_whole_events_the_next_is_one() -> None:
     event = as_chunk(b"data: x\n\n", "x")
-    connection = Connection(Pieces([b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", event, event], "silence"))
+    connection = Connection(Pieces([HEAD], "silence"))
     await connection.receive_head()
-    assert not connection.between_chunks
-    for _ in range(2):
-        assert await connection.receive_body() == b"data: x\n\n"
-        assert connection.between_chunks
-    assert wire.is_chunk(event)
+    assert not connection.is_one_chunk(event)  # it cannot know
+    assert connection.taken_in(event) == b"data: x\n\n"
+    assert connection.is_one_chunk(event)
     for other in (event * 2, event[:-1], event[1:], event + b"\n", b"0" + event, b"0\r\n\r\n", b"\r\n\r\n", b"", b"9"):
-        assert not wire.is_chunk(other)
+        assert not connection.is_one_chunk(other)
+    assert connection.taken_in(event[:5]) == event[3:5]
+    assert not connection.is_one_chunk(event)
+    assert connection.taken_in(b"") is None
+    connection.lost(ConnectionResetError(104, "Connection reset by peer"))
+    assert connection.taken_in(event[5:]) is None
+    assert await connection.receive_body() == event[5:-2]
+    with pytest.raises(BrokenError, match="lost while receiving"):
+        await connection.receive_body()
 
 
 @pytest.mark.parametrize(
@@ -621,4 +625,4 @@ async def test_a_body_that_looks_like_chunks_is_none(head: bytes, body: bytes) -
         await connection.receive_head()
         for _ in pieces:
             await connection._pull()
-            assert not connection.between_chunks
+            assert not connection.is_one_chunk(b"9\r\ndata: x\n\n\r\n")

@@ -70,13 +70,6 @@ def request_bytes(method: bytes, target: bytes, headers: Iterable[tuple[bytes, b
     return b"".join(lines)
 
 
-def is_chunk(data: bytes) -> bool:
-    """Whether `data`, which begins where a chunk does, is that chunk and nothing else, framed as everybody frames
-    chunks: no extension, no leading zero, digits in lower case. The last one, which is empty, is none."""
-    end = data.find(b"\r\n", 0, 8)
-    return end > 0 and data[:end] == b"%x" % (len(data) - end - 4) and data[-2:] == b"\r\n" and end + 4 < len(data)
-
-
 async def read_socket(socket: trio.socket.SocketType, size: int) -> bytes:
     """What a `SocketStream`'s own `receive_some` does, in fewer steps; always a checkpoint. Raises
     `trio.ClosedResourceError` and `trio.BrokenResourceError`."""
@@ -96,6 +89,7 @@ class Connection:
     """See the module. `stream` is any trio stream; staleness can only be seen on sockets."""
 
     __slots__ = (
+        "_between_chunks",
         "_complete",
         "_data",
         "_failure",
@@ -111,7 +105,6 @@ class Connection:
         "_silent",
         "_socket",
         "_stream",
-        "between_chunks",
         "closed",
         "idle_since",
         "served",
@@ -140,9 +133,7 @@ class Connection:
         self._header_count = 0
         self._informational = 0
         self._framed = False
-        self.between_chunks = False
-        """The parser has seen a chunk's end last: what comes next begins with a chunk. Where it is False that may be so
-        all the same."""
+        self._between_chunks = False  # the parser has seen a chunk's end last, for sure
         self._keep_alive = False
         self._complete = False
         self._received = 0
@@ -246,29 +237,32 @@ class Connection:
             return None
         return fd if (fd := self._fast.fileno()) >= 0 else None
 
-    def read_now(self) -> bytes | None:
-        """What has come, framing included, `b""` where nothing has; without a checkpoint. None: something else is there
-        (an end, a failure), which `receive_body` tells. Only while `waiting_for` is a socket.
+    def is_one_chunk(self, data: bytes) -> bool:
+        """Whether `data`, the next that has come, is one whole chunk that ends as an event does, framed as everybody
+        frames chunks: no extension, no leading zero, digits in lower case. May be False where it is.
 
-        What has come is then `taken_in`; unless it came `between_chunks` and `is_chunk`: that may be kept from it.
+        Such a chunk may be kept from `taken_in`: whoever has it knows all that could be found in it.
         """
-        assert self._fast is not None
-        try:
-            return os.read(self._fast.fileno(), READ_SIZE) or None  # an end stays there for whoever reads again
-        except BlockingIOError:
-            return b""
-        except OSError as error:
-            self.spoiled = True
-            self._failure = BrokenError(f"connection lost while receiving ({error.strerror})")
-            return None
+        return (
+            self._between_chunks
+            and data[-4:] == b"\n\n\r\n"
+            and data[: (end := data.find(b"\r\n", 0, 8))] == b"%x" % (len(data) - end - 4)
+        )
 
     def taken_in(self, data: bytes) -> bytes | None:
-        """The body in what `read_now` has read; None as there."""
-        with suppress(BrokenError):  # it is kept
-            self._take_in(data)
-        if self._complete or self._failure is not None:
+        """The body in `data`, which somebody has read at the socket; `b""` where it has none. None: something else is
+        there (an end, a failure), which `receive_body` tells."""
+        if data:
+            with suppress(BrokenError):  # it is kept
+                self._take_in(data)
+        if not data or self._complete or self._failure is not None:
             return None
         return self._taken()
+
+    def lost(self, error: OSError) -> None:
+        """Somebody could not read at the socket: `receive_body` tells."""
+        self.spoiled = True
+        self._failure = BrokenError(f"connection lost while receiving ({error.strerror})")
 
     async def receive_all(self, limit: int) -> bytes:
         """The whole body, of at most `limit` bytes (`BrokenError` beyond). Not resumable."""
@@ -309,12 +303,12 @@ class Connection:
             self.spoiled = True  # after a complete answer only the connection suffers
             if not self._complete:
                 wrong = f"not HTTP: {error}"
-        self.between_chunks = False
+        self._between_chunks = False
         if head is not None and len(self._data) > had and not wrong:
             self._silent = 0
             # The last piece does not end as the data does, so something of the framing is behind it. A line of that
             # would have no line feed before its end: it is the line end after a chunk.
-            self.between_chunks = data[-4:] == b"\n\n\r\n" and self._data[-1][-2:] == b"\n\n"
+            self._between_chunks = data[-4:] == b"\n\n\r\n" and self._data[-1][-2:] == b"\n\n"
             return  # more of a body: nothing else can be wrong with it
         if wrong := wrong or self._out_of_bounds(len(data), progress=len(self._data) > had or self._complete):
             self.spoiled = True

@@ -14,7 +14,7 @@ from trio_pdproxy.core import sse
 from trio_pdproxy.core.plan import Api, told_in
 from trio_pdproxy.core.report import LegReport
 from trio_pdproxy.core.verdict import Decode, Prefill
-from trio_pdproxy.engines.wire import BrokenError, Connection, Head, Headers, is_chunk
+from trio_pdproxy.engines.wire import BrokenError, Connection, Head, Headers
 
 ANSWER_LIMIT = 64 * 1024 * 1024
 """Bytes of an answer that has to be held as a whole: prefill's, an error, a non-stream completion."""
@@ -220,18 +220,16 @@ class DecodeLeg:
                 return block
 
     def passes(self, data: bytes) -> bool:
-        """Whether what the connection has read now is one whole chunk of whole events, none of which has to be looked
+        """Whether what has come at the connection is one whole chunk of whole events, none of which has to be looked
         at. Then the client may get it as it is, and nobody else need see it."""
         assert self.framer is not None
-        return (
-            self.connection.between_chunks
-            and data[-4:] == b"\n\n\r\n"
-            and is_chunk(data)
-            and not (self._api.mark in data or self._api.end in data or b'"error"' in data or self.framer.tail)
+        api = self._api
+        return self.connection.is_one_chunk(data) and not (
+            api.mark in data or api.end in data or b'"error"' in data or self.framer.tail
         )
 
     def more_in(self, data: bytes) -> bytes | None:
-        """The whole events that what the connection has read now completes. None: `more` has to be asked. Raises
+        """The whole events that what has come at the connection completes. None: `more` has to be asked. Raises
         `BrokenError`."""
         body = self.connection.taken_in(data)
         return self._looked_at(body) if body else body

@@ -58,7 +58,8 @@ class Relay:
         self._scope = trio.CancelScope()
         # Moving a deadline costs more than an event does: it is moved now and then, and by so much more.
         self._slack = pool.settings.idle_timeout / 64
-        self._moved = -inf
+        self._due = -inf
+        self._clock = trio.lowlevel.current_clock().current_time
         # What the hub's task leaves to ours.
         self._woken = trio.Event()
         self._fd = -1
@@ -74,7 +75,7 @@ class Relay:
                 while block:
                     if self._api.mark in block:
                         block = await self._show(block)
-                    if not self._hand(block):
+                    if not self._hand(block, self._sink.write_now):
                         await self._flush()
                     if self._api.end in block and not self._leg.error_seen:
                         self._report.outcome = "ok"  # which stands if the client does not wait for the body's end
@@ -88,14 +89,15 @@ class Relay:
 
     # -- to the client ---------------------------------------------------------------------------
 
-    def _hand(self, block: bytes, *, framed: bool = False) -> bool:
-        """Hand `block` to the client, as it is where it is `framed`. False: it is to be flushed."""
-        now = trio.current_time()
+    def _hand(self, block: bytes, write: Callable[[bytes], bool]) -> bool:
+        """Hand `block` to the client by `write`. False: it is to be flushed."""
+        now = self._clock()
         self.last = block
         self._report.handed(now)
-        if not (self._sink.pass_on(block) if framed else self._sink.write_now(block)):
+        if not write(block):
             return False
-        self._heard(now)
+        if now >= self._due:
+            self._heard(now)
         return True
 
     async def _flush(self) -> None:
@@ -104,14 +106,13 @@ class Relay:
         self._scope.deadline = now + self._settings.write_timeout
         await self._sink.flush()
         self._dispatch.blocked_since = None
-        self._moved = -inf
         self._heard(trio.current_time())
 
     def _heard(self, now: float) -> None:
         """The engine has said something: it has `idle_timeout` for the next."""
-        if now >= self._moved + self._slack:
-            self._moved = self._dispatch.decode.heard = now
-            self._scope.deadline = min(now + self._settings.idle_timeout + self._slack, self._deadline)
+        self._due = now + self._slack
+        self._dispatch.decode.heard = now
+        self._scope.deadline = min(self._due + self._settings.idle_timeout, self._deadline)
 
     # -- from the engine -------------------------------------------------------------------------
 
@@ -142,26 +143,33 @@ class Relay:
         finally:
             self._hub.remove(fd)
 
-    def ready(self) -> None:
+    def came(self, data: bytes) -> None:
         """For the hub."""
         try:
-            data = self._leg.connection.read_now()
-            if data and self._leg.passes(data):
-                if self._hand(data, framed=True):
+            if self._leg.passes(data):
+                if self._hand(data, self._sink.pass_on):
                     return
                 self._stuck = True
-            elif not (block := self._leg.more_in(data) if data else data):
+            elif not (block := self._leg.more_in(data)):
                 if block is not None:
                     return
                 # Else an end or a break: found by reading on.
             elif self._api.mark in block or self._api.end in block:
                 self._block = block
-            elif self._hand(block):
+            elif self._hand(block, self._sink.write_now):
                 return
             else:
                 self._stuck = True
         except Exception as error:  # a BrokenError, or a fault of ours: raised by whoever waits, not by the hub
             self._failed = error
+        self._wake()
+
+    def failed(self, error: OSError) -> None:
+        """For the hub."""
+        self._leg.connection.lost(error)
+        self._wake()
+
+    def _wake(self) -> None:
         self._hub.remove(self._fd)
         self._woken.set()
 
