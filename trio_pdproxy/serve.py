@@ -67,6 +67,14 @@ class ServerConfig(Config):
         self.include_server_header = False
         self.write_timeout = settings.write_timeout
         self.relay = relay
+        self._common: tuple[int, str, list[tuple[bytes, bytes]]] = (0, "", [])
+
+    def response_headers(self, protocol: str) -> list[tuple[bytes, bytes]]:
+        """Those of every answer. The date among them is made once a second, not for each."""
+        second = int(time.time())
+        if self._common[:2] != (second, protocol):
+            self._common = (second, protocol, super().response_headers(protocol))
+        return self._common[2]
 
     def create_sockets(self) -> Sockets:
         sockets = super().create_sockets()

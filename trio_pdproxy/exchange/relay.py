@@ -70,16 +70,20 @@ class Relay:
     async def run(self) -> None:
         """Until the stream's end, its break, or a deadline. Cancelled where the client leaves."""
         block, self._leg.opening = self._leg.opening, b""
+        # The first token, before anything is made ready for the others.
+        plain = self._api.mark not in block
+        told = plain and self._hand(block, self._sink.write_now)
         with self._scope:
             try:
+                if not plain:
+                    await self._tell(block)
+                elif not told:
+                    await self._flush()
                 while block:
-                    if self._api.mark in block:
-                        block = await self._show(block)
-                    if not self._hand(block, self._sink.write_now):
-                        await self._flush()
                     if self._api.end in block and not self._leg.error_seen:
                         self._report.outcome = "ok"  # which stands if the client does not wait for the body's end
-                    block = await self._next()
+                    if block := await self._next():
+                        await self._tell(block)
             except BrokenError as error:
                 self.broken = str(error)
             self._scope.deadline = inf
@@ -88,6 +92,13 @@ class Relay:
             self.broken = "the stream stood still for too long" if in_time else "out of time"
 
     # -- to the client ---------------------------------------------------------------------------
+
+    async def _tell(self, block: bytes) -> None:
+        """Hand `block` to the client as it may see it, however long it takes."""
+        if self._api.mark in block:
+            block = await self._show(block)
+        if not self._hand(block, self._sink.write_now):
+            await self._flush()
 
     def _hand(self, block: bytes, write: Callable[[bytes], bool]) -> bool:
         """Hand `block` to the client by `write`. False: it is to be flushed."""

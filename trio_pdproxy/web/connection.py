@@ -23,6 +23,7 @@ from trio_pdproxy.core.report import Report
 from trio_pdproxy.exchange import run_exchange
 from trio_pdproxy.web import guard
 from trio_pdproxy.web.direct import EXTENSION, Direct
+from trio_pdproxy.web.plain import BODY
 from trio_pdproxy.web.sink import AsgiSink, answer
 
 if TYPE_CHECKING:
@@ -147,6 +148,9 @@ class ProxyConnection(TrioASGIHTTPConnection):
         length = guard.declared_length(self.scope["headers"])
         if (length or 0) > limit:
             raise guard.too_large(limit)
+        whole: Any = self.scope["extensions"].get(BODY)
+        if whole is not None:
+            return whole  # type: ignore[no-any-return]
         pieces: list[bytes] = []
         size = 0
         begun = trio.current_time()

@@ -26,6 +26,9 @@ log = logging.getLogger("trio_pdproxy.serve")
 
 HEAD_LIMIT = 16 * 1024
 
+BODY = "trio_pdproxy.body"
+"""Among the scope's `extensions`: the whole body, where it came with the head. `receive` gives it all the same."""
+
 _FIELD = rb"[!#$%&'*+.^_`|~0-9A-Za-z-]+:[\t\x20-\x7e\x80-\xff]*\r\n"
 _REQUEST = re.compile(rb"POST (/[a-z0-9_/]+) HTTP/1\.1\r\n((?:" + _FIELD + rb")*)\r\n")
 _is_field = re.compile(_FIELD).fullmatch
@@ -98,7 +101,8 @@ class PlainRequest:
         self._told = False
         """The app has been told the whole body."""
         self._lost = False
-        self._news = trio.Event()
+        self._news: trio.Event | None = None
+        """Somebody waits for what comes from the client."""
         # What goes to it.
         self.started = False
         self.complete = False
@@ -131,8 +135,9 @@ class PlainRequest:
         self._tell()
 
     def _tell(self) -> None:
-        self._news.set()
-        self._news = trio.Event()
+        if self._news is not None:
+            self._news.set()
+            self._news = None
 
     async def receive(self) -> dict[str, Any]:
         """ASGI's."""
@@ -143,6 +148,8 @@ class PlainRequest:
                 return {"type": "http.request", "body": body, "more_body": not self._told}
             if self._lost or self.complete:
                 return {"type": "http.disconnect"}
+            if self._news is None:
+                self._news = trio.Event()
             await self._news.wait()
 
     # -- to the client ---------------------------------------------------------------------------

@@ -7,14 +7,13 @@ What is different from Hypercorn's own, and why:
   that a client that has stopped reading would hold the connection for good;
 - the client's end is seen while a pipelined request waits its turn, and nobody is idle after it: Hypercorn's idle timer
   would keep the connection's tasks and its descriptor for the whole keep-alive time;
-- idleness is a deadline of the task that reads, not two tasks more for each request;
+- idleness is watched by one task, which looks at it now and then; Hypercorn starts two tasks for each request;
 - the app is offered the connection itself (see direct.py), and the usual request comes to it straight (see plain.py).
 """
 
 from __future__ import annotations
 
 import logging
-from math import inf
 from typing import Any
 
 import h11
@@ -25,7 +24,7 @@ from hypercorn.trio.tcp_server import MAX_RECV, TCPServer
 
 from trio_pdproxy.web import direct
 from trio_pdproxy.web.direct import Direct
-from trio_pdproxy.web.plain import Head, PlainRequest, read_head
+from trio_pdproxy.web.plain import BODY, Head, PlainRequest, read_head
 
 log = logging.getLogger("trio_pdproxy.serve")
 
@@ -64,7 +63,7 @@ class ContainedServer(TCPServer):
     async def _read_data(self) -> None:
         """Until the client's end, the connection's, or an idle time that is too long."""
         async with trio.open_nursery() as nursery:
-            nursery.start_soon(self._end_idleness)
+            nursery.start_soon(self.idle_task.watch)
             with self._reading:
                 await self._read_all()
             self._read_to_the_end = True
@@ -90,9 +89,8 @@ class ContainedServer(TCPServer):
                     return
                 await self._plain_over.wait()  # a request that comes before the last one's answer waits its turn
             elif (head := self._usual_head(data)) is not None:
-                self._begin_plain(head)
+                data = self._begin_plain(head, data[head.end :])
                 await self.context.mark_request()
-                data = data[head.end :]
             else:
                 break
         if self._plain is None:
@@ -115,7 +113,8 @@ class ContainedServer(TCPServer):
             return None
         return read_head(data) if connection.our_state is connection.their_state is h11.IDLE else None
 
-    def _begin_plain(self, head: Head) -> None:
+    def _begin_plain(self, head: Head, data: bytes) -> bytes:
+        """Begin it with what came behind its head; what is behind its body is returned."""
         self.idle_task.end()
         self._plain_over = trio.Event()
         about = self.protocol
@@ -136,7 +135,10 @@ class ContainedServer(TCPServer):
             "state": about.state.copy(),
             "extensions": {},
         }
+        if len(data) >= head.length:
+            scope["extensions"][BODY] = data[: head.length]
         self._task_group.spawn(self._plain.run, self._call_app, scope)
+        return self._plain.feed(data)
 
     async def _plain_ended(self, keep: bool) -> None:
         """Its answer is out, whatever the app has still to do."""
@@ -148,12 +150,6 @@ class ContainedServer(TCPServer):
         else:
             await self.protocol_send(Closed())
             self._plain = None  # it holds us
-
-    async def _end_idleness(self) -> None:
-        """When the server stops: it does not wait for who only keeps a connection."""
-        await self.context.terminated.wait()
-        if self.idle_task.idle:
-            self._reading.cancel("the server stops")
 
     async def _gone(self) -> None:
         """Nothing more will come from the client, or nothing more can be sent to it."""
@@ -212,27 +208,38 @@ class ContainedServer(TCPServer):
 
     # -- for the idle timer ----------------------------------------------------------------------
 
-    def expire_at(self, deadline: float) -> None:
-        self._reading.deadline = deadline
+    def end_idleness(self) -> None:
+        self._reading.cancel("idle for too long, or the server stops")
 
 
 class _Idle:
-    """In place of Hypercorn's idle task, which it starts anew for each request: a deadline of the reading task."""
+    """In place of Hypercorn's idle task. Beginning and ending cost next to nothing: every request does both."""
 
     def __init__(self, server: ContainedServer) -> None:
         self._server = server
-        self.idle = False
+        self._stops: Any = server.context.terminated
+        self._since: float | None = None
+        """On trio's clock; None where it is not idle."""
 
     def begin(self) -> None:
-        self.idle = True
-        if self._server.context.terminated.is_set():
-            self._server.expire_at(trio.current_time())
-        else:
-            self._server.expire_at(trio.current_time() + self._server.config.keep_alive_timeout)
+        self._since = trio.current_time()
+        if self._stops.is_set():
+            self._server.end_idleness()
 
     def end(self) -> None:
-        self.idle = False
-        self._server.expire_at(inf)
+        self._since = None
+
+    async def watch(self) -> None:
+        """Until the connection has been idle for too long, or the server stops: that does not wait for who only keeps
+        one."""
+        patience = self._server.config.keep_alive_timeout
+        since: float | None = None
+        while not self._stops.is_set() and (since is None or trio.current_time() < since + patience):
+            with trio.move_on_at((trio.current_time() if since is None else since) + patience):
+                await self._stops.wait()
+            since = self._since
+        if self._since is not None:
+            self._server.end_idleness()
 
     async def restart(self, *_: object) -> None:
         """Hypercorn's name for it, at the connection's start."""
