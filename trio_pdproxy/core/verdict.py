@@ -17,9 +17,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import Enum
+from functools import cache
+from typing import NamedTuple
 
 
-class Prefill(Enum):
+class _Word(Enum):
+    """Enum's own hash is Python's, of the name; a member is one of a kind, and every request looks some up."""
+
+    __hash__ = object.__hash__
+
+
+class Prefill(_Word):
     """What the prefill leg has come to."""
 
     UNSENT = "unsent"
@@ -42,7 +50,7 @@ class Prefill(Enum):
     """Any other status, a reset, a broken answer, or no answer at the last deadline."""
 
 
-class Decode(Enum):
+class Decode(_Word):
     """What the decode leg has come to."""
 
     UNSENT = "unsent"
@@ -64,7 +72,7 @@ class Decode(Enum):
     DONE = "done"
 
 
-class Step(Enum):
+class Step(_Word):
     """What the client gets."""
 
     WAIT = "wait"
@@ -85,7 +93,7 @@ class Step(Enum):
     """A stream that visibly does not end: an error event if it is SSE, then no clean end."""
 
 
-class Debt(Enum):
+class Debt(_Word):
     """What is owed to the decode engine."""
 
     NONE = "none"
@@ -112,8 +120,7 @@ class Instead(Enum):
     UNAVAILABLE = "503"
 
 
-@dataclass(frozen=True, slots=True)
-class Facts:
+class Facts(NamedTuple):
     """All that the verdict depends on."""
 
     prefill: Prefill
@@ -173,8 +180,9 @@ _PROOF = frozenset({Decode.UNSENT, Decode.REFUSED, Decode.REJECTED})
 _RESCUABLE = frozenset({Prefill.REFUSED, Prefill.REJECTED, Prefill.BUSY, Prefill.FAILED})
 
 
+@cache
 def decide(facts: Facts) -> Verdict:
-    """The verdict on these facts. Total: every combination has one."""
+    """The verdict on these facts. Total: every combination has one, of some hundred."""
     debt = _debt(facts)
     step, instead = _step(facts)
     # While a rescue can still bring the decode engine's answer, that is what the client waits for.
