@@ -40,10 +40,15 @@ class ContainedServer(TCPServer):
         self._app = self.app
         self.app: Any = self._call_app
         self._reading = trio.CancelScope()
-        self._read_to_the_end = False
+        self._closed = False
+        """Nothing is to be read any more."""
+        self._read_over = trio.Event()
+        """Nothing is read any more."""
+        self._h11_was_used = False
         self._plain: PlainRequest | None = None
         """The usual request in hand, if there is one."""
-        self._plain_over = trio.Event()
+        self._plain_over: trio.Event | None = None
+        """Somebody waits for its answer's end."""
         self.idle_task: Any = _Idle(self)
 
     async def run(self) -> None:
@@ -64,37 +69,52 @@ class ContainedServer(TCPServer):
         """Until the client's end, the connection's, or an idle time that is too long."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.idle_task.watch)
-            with self._reading:
-                await self._read_all()
-            self._read_to_the_end = True
+            self._task_group.spawn(self._read_on, b"")
+            await self._read_over.wait()
             await self._gone()
             nursery.cancel_scope.cancel("the connection is over")
 
-    async def _read_all(self) -> None:
+    async def _read_on(self, data: bytes) -> None:
+        """Read on, with what has been read already, until a usual request has begun; serve it, while another task reads
+        on. (Were the request given to the other one, it would begin when this one has come to its next wait.)"""
+        head: Head | None = None
+        with trio.CancelScope() as self._reading:
+            if not self._closed:
+                head, data = await self._read_up_to_a_head(data)
+        if head is None:
+            self._read_over.set()
+            return
+        await self.context.mark_request()
+        request, scope, data = self._begin_plain(head, data[head.end :])
+        self._task_group.spawn(self._read_on, data)
+        await request.run(self._call_app, scope)
+
+    async def _read_up_to_a_head(self, data: bytes) -> tuple[Head | None, bytes]:
+        """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes."""
         while True:
+            while data:
+                if self._plain is not None:
+                    data = self._plain.feed(data)
+                    if data or self._plain.answered_early:  # a request that comes before the last one's answer waits
+                        await self._until_plain_over()
+                elif (head := self._usual_head(data)) is not None:
+                    return head, data
+                else:
+                    self._h11_was_used = True
+                    await self.protocol.handle(RawData(data))
+                    data = b""
             try:
                 data = await self.direct.receive_some(MAX_RECV)
             except (trio.ClosedResourceError, trio.BrokenResourceError):
-                return
-            await self._take_in(data)
+                return None, b""
             if not data:
-                return
+                if self._plain is None:
+                    await self.protocol.handle(RawData(b""))
+                return None, b""
 
-    async def _take_in(self, data: bytes) -> None:
-        """Hand what has come to whom it belongs; `b""` is the client's end."""
-        while data:
-            if self._plain is not None:
-                data = self._plain.feed(data)
-                if not data and not self._plain.answered_early:
-                    return
-                await self._plain_over.wait()  # a request that comes before the last one's answer waits its turn
-            elif (head := self._usual_head(data)) is not None:
-                data = self._begin_plain(head, data[head.end :])
-                await self.context.mark_request()
-            else:
-                break
-        if self._plain is None:
-            await self.protocol.handle(RawData(data))
+    def _stop_reading(self, why: str) -> None:
+        self._closed = True
+        self._reading.cancel(why)
 
     @property
     def _between_requests(self) -> bool:
@@ -108,18 +128,20 @@ class ContainedServer(TCPServer):
         """A request that h11 need not see: nothing of another one may be left there."""
         if not (direct.SUPPORTED and self.config.relay and self._between_requests):
             return None
-        connection = self.protocol.protocol.connection
-        if not isinstance(connection, h11.Connection) or connection.trailing_data[0]:
-            return None
-        return read_head(data) if connection.our_state is connection.their_state is h11.IDLE else None
+        if self._h11_was_used:
+            connection = self.protocol.protocol.connection
+            if not isinstance(connection, h11.Connection) or connection.trailing_data[0]:
+                return None
+            if not connection.our_state is connection.their_state is h11.IDLE:
+                return None
+        return read_head(data)
 
-    def _begin_plain(self, head: Head, data: bytes) -> bytes:
-        """Begin it with what came behind its head; what is behind its body is returned."""
+    def _begin_plain(self, head: Head, data: bytes) -> tuple[PlainRequest, dict[str, Any], bytes]:
+        """Begin it, with what came behind its head; with its scope, and what is behind its body."""
         self.idle_task.end()
-        self._plain_over = trio.Event()
         about = self.protocol
-        self._plain = PlainRequest(head, self.config.response_headers, self._send_or_keep, self._plain_ended)
-        scope = {
+        self._plain = request = PlainRequest(head, self.config.response_headers, self._send_or_keep, self._plain_ended)
+        scope: dict[str, Any] = {
             "type": "http",
             "http_version": "1.1",
             "asgi": {"spec_version": "2.1", "version": "3.0"},
@@ -137,15 +159,21 @@ class ContainedServer(TCPServer):
         }
         if len(data) >= head.length:
             scope["extensions"][BODY] = data[: head.length]
-        self._task_group.spawn(self._plain.run, self._call_app, scope)
-        return self._plain.feed(data)
+        return request, scope, request.feed(data)
+
+    async def _until_plain_over(self) -> None:
+        if self._plain is not None:
+            self._plain_over = trio.Event()
+            await self._plain_over.wait()
 
     async def _plain_ended(self, keep: bool) -> None:
         """Its answer is out, whatever the app has still to do."""
         if keep and not self.context.terminated.is_set():
             self._plain = None
-            self._plain_over.set()
-            if not self._read_to_the_end:
+            if self._plain_over is not None:
+                self._plain_over.set()
+                self._plain_over = None
+            if not self._read_over.is_set():
                 self.idle_task.begin()
         else:
             await self.protocol_send(Closed())
@@ -168,7 +196,7 @@ class ContainedServer(TCPServer):
             if event.data:  # the end of a body whose length was declared is nothing
                 await self._send_or_keep(event.data)
         elif isinstance(event, Updated):
-            if event.idle and not self._read_to_the_end:
+            if event.idle and not self._read_over.is_set():
                 self.idle_task.begin()
             else:
                 self.idle_task.end()
@@ -179,7 +207,7 @@ class ContainedServer(TCPServer):
                     await super().protocol_send(event)
             finally:
                 if isinstance(event, Closed):
-                    self._reading.cancel("the connection is closed")
+                    self._stop_reading("the connection is closed")
 
     async def _send_or_keep(self, data: bytes) -> None:
         if not self.direct.keeps(data):
@@ -200,7 +228,7 @@ class ContainedServer(TCPServer):
                 with trio.CancelScope(shield=True):
                     await trio.aclose_forcefully(self.stream)
         # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
-        self._reading.cancel("the client is gone")
+        self._stop_reading("the client is gone")
 
     async def _cut(self) -> None:
         """Nothing more comes on this connection, and its client is to see that now."""
@@ -209,7 +237,7 @@ class ContainedServer(TCPServer):
     # -- for the idle timer ----------------------------------------------------------------------
 
     def end_idleness(self) -> None:
-        self._reading.cancel("idle for too long, or the server stops")
+        self._stop_reading("idle for too long, or the server stops")
 
 
 class _Idle:
