@@ -44,6 +44,10 @@ class ContainedServer(TCPServer):
         """Nothing is to be read any more."""
         self._read_over = trio.Event()
         """Nothing is read any more."""
+        self._next_reader: trio.Event | None = None
+        """A task that waits to read on."""
+        self._unread = b""
+        """What it has to begin with."""
         self._h11_was_used = False
         self._plain: PlainRequest | None = None
         """The usual request in hand, if there is one."""
@@ -69,25 +73,45 @@ class ContainedServer(TCPServer):
         """Until the client's end, the connection's, or an idle time that is too long."""
         async with trio.open_nursery() as nursery:
             nursery.start_soon(self.idle_task.watch)
-            self._task_group.spawn(self._read_on, b"")
+            self._let_read_on(b"")
             await self._read_over.wait()
             await self._gone()
             nursery.cancel_scope.cancel("the connection is over")
 
-    async def _read_on(self, data: bytes) -> None:
-        """Read on, with what has been read already, until a usual request has begun; serve it, while another task reads
-        on. (Were the request given to the other one, it would begin when this one has come to its next wait.)"""
-        head: Head | None = None
-        with trio.CancelScope() as self._reading:
-            if not self._closed:
-                head, data = await self._read_up_to_a_head(data)
-        if head is None:
-            self._read_over.set()
-            return
-        await self.context.mark_request()
-        request, scope, data = self._begin_plain(head, data[head.end :])
-        self._task_group.spawn(self._read_on, data)
-        await request.run(self._call_app, scope)
+    async def _read_on(self) -> None:
+        """Read on until a usual request has begun; serve it, while another task reads on; then wait to be that other
+        one. (Were it the other that serves the request, it would begin when this one has come to its next wait.)"""
+        while True:
+            head: Head | None = None
+            data, self._unread = self._unread, b""
+            with trio.CancelScope() as self._reading:
+                if not self._closed:
+                    head, data = await self._read_up_to_a_head(data)
+            if head is None:
+                self._read_over.set()
+                if self._next_reader is not None:
+                    self._next_reader.set()
+                return
+            await self.context.mark_request()
+            request, scope, data = self._begin_plain(head, data[head.end :])
+            self._let_read_on(data)
+            await request.run(self._call_app, scope)
+            if self._next_reader is not None:
+                return  # the next request was over before this one's debts
+            if not self._read_over.is_set():
+                self._next_reader = trio.Event()
+                await self._next_reader.wait()
+            if self._read_over.is_set():
+                return
+
+    def _let_read_on(self, data: bytes) -> None:
+        """Let another task read on, with what has been read already."""
+        self._unread = data
+        if self._next_reader is None:
+            self._task_group.spawn(self._read_on)
+        else:
+            self._next_reader.set()
+            self._next_reader = None
 
     async def _read_up_to_a_head(self, data: bytes) -> tuple[Head | None, bytes]:
         """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes."""

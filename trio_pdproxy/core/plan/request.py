@@ -177,7 +177,8 @@ def read_plan(
     dropped = tuple(name for name in _FORBIDDEN if members.pop(name, None) is not None)
     dropped += _clean_xargs(members)
     for name, kinds in api.shapes:
-        check_shape(members, name, kinds)
+        if name in members:
+            check_shape(members, name, kinds)
     if api.needs and not any(is_given(members, name) for name in api.needs):
         raise bad_request(f"`{api.needs[0]}` is missing", param=api.needs[0], code="missing_field")
     if api.dialect is Dialect.RESPONSES and is_asked(members, "background"):
