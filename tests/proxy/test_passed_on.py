@@ -4,14 +4,15 @@ tell which."""
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 
 import pytest
 import trio
 
 from trio_pdproxy.engines.hub import Hub
+from trio_pdproxy.exchange.relay import Relay
 from trio_pdproxy.sim import SimSettings, expected_text
 from trio_pdproxy.testing import open_rig, until
-from trio_pdproxy.web.sink import AsgiSink
 
 SLOW = SimSettings(prefill_base=0.0, itl=0.01)
 
@@ -70,18 +71,18 @@ async def test_a_fault_of_ours_in_the_hubs_task_is_that_of_its_exchange_alone(mo
     async with open_rig(sim=SLOW) as rig:
         assert (await rig.stream(max_tokens=3)).complete
         await rig.quiet()
-        pass_on = AsgiSink.pass_on
+        hand = Relay._hand
         calls = 0
 
-        def failing(sink: AsgiSink, framed: bytes) -> bool:
+        def failing(relay: Relay, block: bytes, write: Callable[[bytes], bool]) -> bool:
             nonlocal calls
             calls += 1
             if calls == 4:
                 raise RuntimeError("a fault of ours")
-            return pass_on(sink, framed)
+            return hand(relay, block, write)
 
         with monkeypatch.context() as patch:
-            patch.setattr(AsgiSink, "pass_on", failing)
+            patch.setattr(Relay, "_hand", failing)
             seen = await rig.stream(max_tokens=30)
         assert (seen.status, seen.complete) == (200, False)
         await rig.quiet()

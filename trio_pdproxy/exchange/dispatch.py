@@ -165,7 +165,8 @@ class Dispatch:
         """
         if self.prefill is None:
             if (connection := await self._take_decode()) is not None:
-                await self._send_decode(connection, self._request(self.decode, self.plan.alone_body()))
+                request = self._request(self.decode, self.plan.alone_body())
+                await self._send_decode(connection, request, self._decode_first_send(connection, request))
             return
         if self.pull or self._settings.legs == "serial":
             await self._open_serial(self.prefill)
@@ -180,13 +181,14 @@ class Dispatch:
             prefill, sent = await self._send_prefill(prefill, prefill_request)
             if prefill is None:
                 return
-            # From here to decode's first bytes there is no checkpoint: however many requests are in hand, none of
-            # them comes between the two legs of this one.
+            # From prefill's first bytes to decode's there is no checkpoint, and little else: however many requests are
+            # in hand, none of them comes between the two legs of this one.
+            decode_sent = self._decode_first_send(decode, decode_request)
             self._back_runs = True
             legs.start_soon(self._carry, prefill, prefill_request[sent:], prefill_request)
             prefill = None
             decode_connection, decode = decode, None
-            await self._send_decode(decode_connection, decode_request)
+            await self._send_decode(decode_connection, decode_request, decode_sent)
         finally:
             if prefill is not None:
                 await self.prefill.connections.close(prefill)  # noqa: ASYNC102  shielded inside, waits for nobody
@@ -220,7 +222,8 @@ class Dispatch:
             return
         # At once: the engine keeps the blocks for its lease only, and what is fetched after that may be another's.
         if (decode := await self._take_decode()) is not None:
-            await self._send_decode(decode, self._request(self.decode, body))
+            request = self._request(self.decode, body)
+            await self._send_decode(decode, request, self._decode_first_send(decode, request))
 
     async def _take_prefill(self) -> Connection | None:
         assert self.prefill is not None
@@ -275,16 +278,22 @@ class Dispatch:
         self._prefill_deadline = leg.sent + self._settings.prefill_timeout
         self._move(prefill=Prefill.PENDING)
 
-    async def _send_decode(self, connection: Connection, data: memoryview) -> None:
-        """Send the decode leg. From the first byte on the engine may hold KV, whatever becomes of the rest."""
+    def _decode_first_send(self, connection: Connection, data: memoryview) -> int:
+        """What goes out of the decode leg without waiting, in bytes: from the first one on the engine may hold KV. The
+        rest, 0 sent or not, is `_send_decode`'s, before anything else may happen."""
         leg = self.report.decode
         leg.reused = connection.served > 0
-        self.decode_leg = DecodeLeg(connection, leg, self.plan.api, several=self.plan.several)
-        self._move(decode=Decode.WAITING)
         if sent := send_at_once(connection, data):
             leg.sent = trio.current_time()
-            if sent == len(data):
-                return
+        return sent
+
+    async def _send_decode(self, connection: Connection, data: memoryview, sent: int) -> None:
+        """Send the decode leg, of which `sent` bytes are out. Whatever becomes of the rest, the engine may hold KV."""
+        leg = self.report.decode
+        self.decode_leg = DecodeLeg(connection, leg, self.plan.api, several=self.plan.several)
+        self._move(decode=Decode.WAITING)
+        if sent == len(data):
+            return
         outcome: Decode | None = Decode.BROKEN
         why = "it did not take the request in time"
         with trio.move_on_after(self._settings.first_byte_timeout):

@@ -116,6 +116,8 @@ class Relay:
         self._dispatch.blocked_since = now = trio.current_time()
         self._scope.deadline = now + self._settings.write_timeout
         await self._sink.flush()
+        if self._scope.cancel_called:
+            return  # it came back too late (a server may shield its sends): the client stays the one to blame
         self._dispatch.blocked_since = None
         self._heard(trio.current_time())
 
