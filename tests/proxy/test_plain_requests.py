@@ -126,6 +126,24 @@ async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_le
         await rig.quiet()
 
 
+async def test_debts_of_several_requests_do_not_keep_their_connection_from_the_next() -> None:
+    async with open_rig(drain_grace=30) as rig:
+        free = trio.Event()
+        for _ in range(3):
+            rig.p.faults.add(Fault("after_head", "slow", until=free))
+        async with connected(rig.url) as client:
+            for number in range(5):
+                await ask(client, f"{number}")
+                await is_served(client, f"{number}")
+            await until(lambda: rig.app.active == 3)
+            free.set()
+            await until(lambda: rig.app.active == 0)
+            for number in range(3):
+                await ask(client, f"{number}")
+                await is_served(client, f"{number}")
+        await rig.quiet()
+
+
 # -- the ends of connections -----------------------------------------------------------------------
 
 

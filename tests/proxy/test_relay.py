@@ -8,6 +8,8 @@ import httpx
 import msgspec
 import pytest
 
+from trio_pdproxy.core.verdict import Decode, Prefill
+from trio_pdproxy.exchange.dispatch import Dispatch
 from trio_pdproxy.sim import SeenRequest, SimSettings, expected_chat, expected_text
 from trio_pdproxy.testing import Rig, open_rig
 
@@ -249,3 +251,25 @@ async def test_kept_alive_connections_are_used_again() -> None:
         for engine in rig.app.pool.engines:
             assert engine.connections.open == 1
         assert rig.report.dispatches[0].decode.reused
+
+
+async def test_prefills_answer_gives_way_to_what_decode_has_begun_to_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    gave_way = 0
+    give_way = Dispatch._give_way
+
+    async def watched(dispatch: Dispatch) -> None:
+        nonlocal gave_way
+        leg = dispatch.decode_leg
+        assert leg is not None
+        speaks = dispatch.outcomes[1] is Decode.WAITING and leg.connection.stale()
+        await give_way(dispatch)
+        if speaks:
+            gave_way += 1
+            assert dispatch.outcomes == (Prefill.PENDING, Decode.SPEAKING)
+
+    monkeypatch.setattr(Dispatch, "_give_way", watched)
+    async with open_rig(sim=SimSettings(prefill_base=0, prefill_per_token=0)) as rig:
+        for _ in range(100):
+            assert (await rig.stream(max_tokens=3)).complete
+            await rig.quiet()
+    assert gave_way

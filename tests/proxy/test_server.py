@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import time
 
 import pytest
 import trio
@@ -147,7 +148,6 @@ async def test_a_core_task_that_dies_is_seen() -> None:
 
 
 def test_the_listening_socket_bounds_what_the_kernel_waits_for() -> None:
-
     settings = Settings(prefill=["http://a:1"], decode=["http://b:2"], bind="127.0.0.1:0", write_timeout=7)
     sockets = ServerConfig(settings, settings.bind).create_sockets()
     try:
@@ -156,3 +156,12 @@ def test_the_listening_socket_bounds_what_the_kernel_waits_for() -> None:
     finally:
         for listening in sockets.insecure_sockets:
             listening.close()
+
+
+def test_the_date_of_an_answer_is_that_of_its_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = Settings(prefill=["http://a:1"], decode=["http://b:2"])
+    config = ServerConfig(settings, settings.bind)
+    for now, told in ((0.0, b"00:00:00"), (0.9, b"00:00:00"), (1.0, b"00:00:01"), (61.5, b"00:01:01")):
+        monkeypatch.setattr(time, "time", lambda now=now: now)
+        monkeypatch.setattr("hypercorn.config.time", time.time)
+        assert dict(config.response_headers("h11"))[b"date"] == b"Thu, 01 Jan 1970 %b GMT" % told
