@@ -21,7 +21,7 @@ from tests.bench import peers
 from tests.bench.client import Client, Connection, Times, get, get_json, open_client
 from tests.bench.figures import histogram_quantile, quantile
 from tests.bench.peers import Engines, Peer
-from tests.bench.processes import spent
+from tests.bench.processes import cpu_seconds, spent
 from tests.bench.words import Ask
 
 TAGS = count(1)
@@ -336,11 +336,11 @@ async def watched(lab: Lab, peer: Peer, client: Client) -> Window:
 
 def _cpu(peer: Peer) -> dict[int, float]:
     """CPU seconds so far, by process."""
-    return {} if peer.started is None else peer.started.cpu(peer.started.pids)
+    return {} if peer.started is None else cpu_seconds(peer.started.pids)
 
 
 def _window(peer: Peer, before: dict[int, float], begun: float, events: int, answers: int) -> Window:
-    after = {} if peer.started is None else peer.started.cpu(list(before))
+    after = {} if peer.started is None else cpu_seconds(before)
     wall = time.perf_counter() - begun
     each = [seconds - before[pid] for pid, seconds in after.items()]
     return Window(wall, spent(before, after), each or [0.0], events, answers)
@@ -391,7 +391,7 @@ async def _warm_up(lab: Lab, peer: Peer) -> str:
         gaps = await lab.seen()
         if client.count.wrong:
             return client.count.why
-    if peer.name in (peers.DIRECT, peers.NGINX):
+    if peer.name in (peers.DIRECT, peers.NGINX, peers.FLOOR):
         return ""
     # vllm-router sends its first request's legs one after the other: from then on it knows that P pushes.
     return "" if gaps and max(gaps) < 0.03 else "its legs do not go out together"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
 
-from tests.bench import router
+from tests.bench import floor, router
 from tests.bench.processes import Cores, Started
 
 DIRECT = "direct"
@@ -25,6 +25,7 @@ BASELINE = "asyncio"
 OURS = "ours"
 FALLBACK = "ours-hypercorn"
 TWO = "ours-2-workers"
+FLOOR = "hypercorn-floor"
 
 ABOUT = {
     DIRECT: "the decode engine alone",
@@ -34,6 +35,7 @@ ABOUT = {
     OURS: "trio-pdproxy serve",
     FALLBACK: "hypercorn trio_pdproxy:app (public sends)",
     TWO: "hypercorn trio_pdproxy:app --workers 2",
+    FLOOR: "an app on hypercorn that only passes chunks on",
 }
 
 MANY = 1 << 16
@@ -175,6 +177,11 @@ def _hypercorn(workers: int) -> Callable[[int, Engines, Path, bool], _Made]:
     return made
 
 
+def _floor(port: int, engines: Engines, _folder: Path, _install: bool) -> _Made:
+    argv = [sys.executable, "-m", "hypercorn", "tests.bench.floor:app", "--worker-class", "trio"]
+    return [*argv, "--backlog", "2048", "--bind", f"127.0.0.1:{port}"], {floor.DECODE: str(engines.decode)}
+
+
 def _settings(engines: Engines) -> dict[str, str]:
     return {
         "PDPROXY_PREFILL": f"http://127.0.0.1:{engines.prefill};side_channel=127.0.0.1:{engines.side_channel}",
@@ -191,6 +198,7 @@ _MAKERS: dict[str, Callable[[int, Engines, Path, bool], _Made]] = {
     OURS: _ours,
     FALLBACK: _hypercorn(1),
     TWO: _hypercorn(2),
+    FLOOR: _floor,
 }
 
 

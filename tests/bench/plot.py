@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 
 from tests.bench.figures import Results
-from tests.bench.peers import BASELINE, DIRECT, FALLBACK, NGINX, OURS, ROUTER, TWO
+from tests.bench.peers import BASELINE, DIRECT, FALLBACK, FLOOR, NGINX, OURS, ROUTER, TWO
 from tests.bench.report import MAIN, number
 
 COLOURS = {
@@ -16,6 +16,7 @@ COLOURS = {
     OURS: "#1f5fbf",
     FALLBACK: "#7ea6e0",
     TWO: "#4a7fcb",
+    FLOOR: "#bbbbbb",
 }
 _WIDTH, _PANEL, _ROW, _LABEL = 1080, 340, 18, 96
 

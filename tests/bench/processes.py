@@ -10,7 +10,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -64,16 +64,6 @@ class Started:
             found.extend(children.get(pid, ()))
         return found
 
-    def cpu(self, pids: Sequence[int]) -> dict[int, float]:
-        """CPU seconds so far of each of `pids` that lives."""
-        seconds = {}
-        for pid in pids:
-            try:
-                seconds[pid] = time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) computes
-            except OSError:
-                continue  # it has just ended
-        return seconds
-
     def memory(self) -> int:
         """Bytes resident, shared pages divided among those who share them."""
         return sum(_pss(pid) for pid in self.pids)
@@ -108,6 +98,15 @@ def pinned(cores: set[int]) -> Iterator[None]:
         yield
     finally:
         os.sched_setaffinity(0, before)
+
+
+def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
+    """So far, of each of `pids` that lives."""
+    seconds = {}
+    for pid in pids:
+        with suppress(OSError):  # it has just ended
+            seconds[pid] = time.clock_gettime(~pid << 3 | 2)  # what clock_getcpuclockid(3) computes
+    return seconds
 
 
 def _parent(pid: int) -> int | None:

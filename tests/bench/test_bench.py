@@ -15,7 +15,7 @@ from tests.bench import words
 from tests.bench.__main__ import main
 from tests.bench.bars import bars
 from tests.bench.figures import Figures, Results, histogram_quantile, quantile
-from tests.bench.peers import BASELINE, DIRECT, OURS
+from tests.bench.peers import BASELINE, DIRECT, FLOOR, OURS
 from tests.bench.processes import ROOT
 from tests.bench.run import SIZES, read_loads
 
@@ -53,6 +53,24 @@ def test_a_small_run_gives_every_figure_and_every_answer_is_right(tmp_path: Path
     assert len(said["bars"]) == len(list(bars()))
     assert "what it has to show" in done.stdout
     assert OURS in {element.text for element in ET.fromstring(drawn.read_text()).iter()}
+
+
+def test_the_floor_of_the_public_interface_answers_right(tmp_path: Path) -> None:
+    written = tmp_path / "figures.json"
+    loads = "paced:2,burst:2,short:2"
+    options = ["--quick", "--seconds", "0.2", "--only", FLOOR, "--loads", loads, "--json", str(written)]
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.bench", *options],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    said = json.loads(written.read_text())
+    assert not said["skipped"]
+    assert [(figures["peer"], figures["wrong"], figures["why"]) for figures in said["figures"]] == [(FLOOR, 0, "")] * 3
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from trio_pdproxy.launch.guard import group_members, shared_memory_of
 from trio_pdproxy.launch.ports import is_free
 from trio_pdproxy.testing import until
 
+from ..bench.processes import cpu_seconds
 from ..proxy.launched import EXAMPLES, Launched, check, launched
 
 pytestmark = pytest.mark.timeout(900)
@@ -133,18 +134,13 @@ async def until_at_rest(run: Launched, seconds: float) -> None:
 
 async def busy(run: Launched, seconds: float) -> float:
     """How many cores the engines keep busy, of all their processes."""
-    before = cpu_seconds(run)
+    before = cpu_of(run)
     await trio.sleep(seconds)
-    return (cpu_seconds(run) - before) / seconds
+    return (cpu_of(run) - before) / seconds
 
 
-def cpu_seconds(run: Launched) -> float:
-    ticks = 0
-    for pid in [pid for group in run.groups.values() for pid in group_members(group)]:
-        # The 14th and 15th of a line whose 2nd may hold spaces: user and system time.
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
-    return ticks / os.sysconf("SC_CLK_TCK")
+def cpu_of(run: Launched) -> float:
+    return sum(cpu_seconds(pid for group in run.groups.values() for pid in group_members(group)).values())
 
 
 def specs(run: Launched) -> list[str]:

@@ -44,6 +44,7 @@ class ContainedServer(TCPServer):
         """Nothing is to be read any more."""
         self._read_over = trio.Event()
         """Nothing is read any more."""
+        self._watching = trio.CancelScope()
         self._next_reader: trio.Event | None = None
         """A task that waits to read on."""
         self._unread = b""
@@ -71,12 +72,11 @@ class ContainedServer(TCPServer):
 
     async def _read_data(self) -> None:
         """Until the client's end, the connection's, or an idle time that is too long."""
-        async with trio.open_nursery() as nursery:
-            nursery.start_soon(self.idle_task.watch)
-            self._let_read_on(b"")
-            await self._read_over.wait()
-            await self._gone()
-            nursery.cancel_scope.cancel("the connection is over")
+        self._let_read_on(b"")
+        with self._watching:
+            await self.idle_task.watch()
+        await self._read_over.wait()
+        await self._gone()
 
     async def _read_on(self) -> None:
         """Read on until a usual request has begun; serve it, while another task reads on; then wait to be that other
@@ -89,6 +89,7 @@ class ContainedServer(TCPServer):
                     head, data = await self._read_up_to_a_head(data)
             if head is None:
                 self._read_over.set()
+                self._watching.cancel("the connection is over")
                 if self._next_reader is not None:
                     self._next_reader.set()
                 return
