@@ -8,11 +8,14 @@ from collections.abc import Callable
 
 import pytest
 import trio
+from trio.testing import memory_stream_pair
 
 from trio_pdproxy.engines.hub import Hub
 from trio_pdproxy.exchange.relay import Relay
 from trio_pdproxy.sim import SimSettings, expected_text
 from trio_pdproxy.testing import open_rig, until
+from trio_pdproxy.web.direct import Direct
+from trio_pdproxy.web.sink import AsgiSink
 
 SLOW = SimSettings(prefill_base=0.0, itl=0.01)
 
@@ -89,3 +92,22 @@ async def test_a_fault_of_ours_in_the_hubs_task_is_that_of_its_exchange_alone(mo
         assert rig.report.outcome == "proxy_error"
         assert rig.app.failure is None
         assert (await rig.stream(max_tokens=30)).text == expected_text("hello", 30)
+
+
+async def test_what_is_left_of_a_chunk_goes_out_before_anything_else() -> None:
+    """A deadline may end a stream in the middle of one: the error event must not become a part of it."""
+    out = b""
+
+    async def send(data: bytes | memoryview) -> None:
+        nonlocal out
+        out += data
+
+    async def nothing(*_: object) -> None: ...
+
+    ours, _ = memory_stream_pair()
+    sink = AsgiSink(nothing, Direct(ours, trio.Lock(), send, nothing))
+    await sink.start(200, [])
+    await sink.write(b"one")
+    assert not sink.pass_on(b"3\r\ntwo\r\n")
+    await sink.write(b"three")
+    assert out == b"3\r\none\r\n3\r\ntwo\r\n5\r\nthree\r\n"

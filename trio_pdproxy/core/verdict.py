@@ -182,7 +182,7 @@ _RESCUABLE = frozenset({Prefill.REFUSED, Prefill.REJECTED, Prefill.BUSY, Prefill
 
 @cache
 def decide(facts: Facts) -> Verdict:
-    """The verdict on these facts. Total: every combination has one, of some hundred."""
+    """The verdict on these facts. Total: every combination has one, of some hundreds."""
     debt = _debt(facts)
     step, instead = _step(facts)
     # While a rescue can still bring the decode engine's answer, that is what the client waits for.

@@ -102,7 +102,7 @@ class Pool:
         self.waiting = 0
         """Requests in the queue."""
         self.hub = Hub()
-        """Watches the decode engines' streams."""
+        """Reads the decode engines' streams."""
         self._backs: WeakSet[trio.CancelScope] = WeakSet()
         self._abandoned = False
         self._fronts: set[Front] = set()

@@ -206,7 +206,7 @@ class Connection:
 
     @property
     def received(self) -> int:
-        """Bytes of this response that have come, heads and framing included."""
+        """Bytes of this response that have come, heads and framing included, but for what was kept from `taken_in`."""
         return self._received
 
     async def receive_head(self) -> Head:
@@ -246,6 +246,7 @@ class Connection:
         return (
             self._between_chunks
             and data[-4:] == b"\n\n\r\n"
+            and len(data) > 6  # else the first of these line feeds is the size's
             and data[: (end := data.find(b"\r\n", 0, 8))] == b"%x" % (len(data) - end - 4)
         )
 

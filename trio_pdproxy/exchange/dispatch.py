@@ -181,8 +181,8 @@ class Dispatch:
             prefill, sent = await self._send_prefill(prefill, prefill_request)
             if prefill is None:
                 return
-            # From prefill's first bytes to decode's there is no checkpoint, and little else: however many requests are
-            # in hand, none of them comes between the two legs of this one.
+            # From prefill's first bytes to decode's there is no checkpoint where the kernel takes them at once, and
+            # little else: however many requests are in hand, none of them comes between the two legs of this one.
             decode_sent = self._decode_first_send(decode, decode_request)
             self._back_runs = True
             legs.start_soon(self._carry, prefill, prefill_request[sent:], prefill_request)

@@ -113,11 +113,13 @@ class Relay:
 
     async def _flush(self) -> None:
         """Wait for a client that does not take what it is sent."""
+        if self._scope.cancel_called:  # another deadline has passed: not this client's, whom this need not wait for
+            await trio.lowlevel.checkpoint_if_cancelled()
         self._dispatch.blocked_since = now = trio.current_time()
         self._scope.deadline = now + self._settings.write_timeout
         await self._sink.flush()
-        if self._scope.cancel_called:
-            return  # it came back too late (a server may shield its sends): the client stays the one to blame
+        if self._scope.cancel_called:  # a server may shield its sends: this one has come back too late
+            await trio.lowlevel.checkpoint_if_cancelled()
         self._dispatch.blocked_since = None
         self._heard(trio.current_time())
 

@@ -106,7 +106,7 @@ def dialect_of(path: bytes) -> Dialect:
 
 
 def declared_length(headers: Headers) -> int | None:
-    """The body's length as declared; None where it comes in chunks. h11 has checked that it is a number."""
+    """The body's length as declared; None where it comes in chunks. Whoever parsed it has checked that."""
     for name, value in headers:
         if name == b"content-length":
             return int(value)

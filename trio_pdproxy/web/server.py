@@ -5,8 +5,8 @@ What is different from Hypercorn's own, and why:
   bytes is enough (https://github.com/pgjones/hypercorn/issues/225);
 - a send has a deadline: Hypercorn shields it (rightly: half of one would break the framing) from every cancellation, so
   that a client that has stopped reading would hold the connection for good;
-- the client's end is seen while a pipelined request waits its turn, and nobody is idle after it: Hypercorn's idle timer
-  would keep the connection's tasks and its descriptor for the whole keep-alive time;
+- nobody is idle after the client's end: Hypercorn's idle timer would keep the connection's tasks and its descriptor for
+  the whole keep-alive time;
 - idleness is watched by one task, which looks at it now and then; Hypercorn starts two tasks for each request;
 - the app is offered the connection itself (see direct.py), and the usual request comes to it straight (see plain.py).
 """
@@ -97,6 +97,7 @@ class ContainedServer(TCPServer):
             request, scope, data = self._begin_plain(head, data[head.end :])
             self._let_read_on(data)
             await request.run(self._call_app, scope)
+            del request, scope, head  # they hold the request's body, and this task may wait for long
             if self._next_reader is not None:
                 return  # the next request was over before this one's debts
             if not self._read_over.is_set():
@@ -118,6 +119,8 @@ class ContainedServer(TCPServer):
         """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes."""
         while True:
             while data:
+                if self._closed:
+                    return None, b""  # given up in the instant in which this came: nothing is begun
                 if self._plain is not None:
                     data = self._plain.feed(data)
                     if data or self._plain.answered_early:  # a request that comes before the last one's answer waits
@@ -242,16 +245,16 @@ class ContainedServer(TCPServer):
         """All of it, within the write timeout, or the connection ends."""
         if (sent := self.direct.send_now(data)) == len(data):
             return
-        async with self.send_lock:
-            try:
-                with trio.fail_after(self.config.write_timeout, shield=True):
+        try:
+            with trio.fail_after(self.config.write_timeout, shield=True):
+                async with self.send_lock:
                     await self.stream.send_all(memoryview(data)[sent:])
-                return
-            except (trio.BrokenResourceError, trio.ClosedResourceError):
-                pass
-            except trio.TooSlowError:
-                with trio.CancelScope(shield=True):
-                    await trio.aclose_forcefully(self.stream)
+            return
+        except (trio.BrokenResourceError, trio.ClosedResourceError):
+            pass
+        except trio.TooSlowError:
+            with trio.CancelScope(shield=True):
+                await trio.aclose_forcefully(self.stream)
         # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
         self._stop_reading("the client is gone")
 

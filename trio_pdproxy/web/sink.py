@@ -64,6 +64,8 @@ class AsgiSink:
         await self._release()
 
     async def write(self, data: bytes) -> None:
+        if self._rest:
+            await self.flush()
         if not self.write_now(data):
             await self.flush()
 
