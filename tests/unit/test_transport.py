@@ -66,6 +66,27 @@ async def test_calls_share_one_kept_connection() -> None:
         assert server.accepted == 1
 
 
+@pytest.mark.parametrize("method", ["GET", "POST"])
+@pytest.mark.parametrize("left_over", [b"", b"what is no answer\r\n\r\n"], ids=["nothing", "garbage"])
+async def test_what_a_kept_connection_fails_is_asked_once_more_if_it_may_be(method: str, left_over: bytes) -> None:
+    async def handler(server: RawServer, stream: trio.SocketStream) -> None:
+        await server.read_request(stream)
+        await stream.send_all(OK)
+        if await server.read_request(stream) and left_over:
+            await stream.send_all(left_over)
+
+    async with raw_server(handler) as server:
+        async with open_client(f"http://127.0.0.1:{server.port}", timeout=5) as client:
+            assert (await client.request(method, "/")).text == "ok"
+            if method == "GET":
+                assert (await client.request(method, "/")).text == "ok"
+            else:
+                with pytest.raises(httpx.ReadError):
+                    await client.request(method, "/")
+        assert server.accepted == (2 if method == "GET" else 1)
+        assert len(server.requests) == (3 if method == "GET" else 2)
+
+
 @pytest.mark.parametrize("read_all", [True, False])
 async def test_a_streamed_answer_gives_its_connection_back_if_it_was_read_to_its_end(read_all: bool) -> None:
     connections, client = connected(Pieces([CHUNKED[:-5], CHUNKED[-5:]], "silence"))

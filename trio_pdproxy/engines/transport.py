@@ -20,7 +20,8 @@ _OURS = frozenset({b"host", b"content-length", b"transfer-encoding", b"connectio
 
 
 class EngineTransport(httpx.AsyncBaseTransport):
-    """httpx on an engine's `Connections`. HTTP/1.1, no proxies, no redirects of its own, no retries.
+    """httpx on an engine's `Connections`. HTTP/1.1, no proxies, no redirects of its own; a GET or HEAD is asked once
+    more where a kept-alive connection failed it, nothing else is.
 
     httpx's connect, read and write timeouts are kept as trio deadlines; its pool timeout has nothing to wait for.
     """
@@ -34,21 +35,16 @@ class EngineTransport(httpx.AsyncBaseTransport):
         headers = [(b"host", self._connections.origin.authority.encode())]
         headers.extend((name, value) for name, value in request.headers.raw if name.lower() not in _OURS)
         data = request_bytes(request.method.encode(), request.url.raw_path, headers, body)
+        connection = await self._take(timeouts)
         try:
-            with trio.fail_after(_seconds(timeouts, "connect")):
-                connection = await self._connections.take()
-        except RefusedError as error:
-            raise httpx.ConnectError(str(error)) from error
-        except trio.TooSlowError:
-            raise httpx.ConnectTimeout("no connection in time") from None
-        head: Head | None = None
-        try:
-            await _send(connection, data, _seconds(timeouts, "write"))
-            head = await _receive_head(connection, _seconds(timeouts, "read"))
-        finally:
-            if head is None:
-                with trio.CancelScope(shield=True):
-                    await self._connections.close(connection)
+            head = await self._ask(connection, data, timeouts)
+        except (httpx.WriteError, httpx.ReadError):
+            # What a kept-alive connection says may be the end of an earlier answer, or of the engine's patience with
+            # it: that says nothing of the engine, and this can be asked twice.
+            if not connection.served or request.method not in ("GET", "HEAD"):
+                raise
+            connection = await self._take(timeouts, fresh=True)
+            head = await self._ask(connection, data, timeouts)
         if request.method == "HEAD":
             # Its answer has no body whatever it declares; the parser below does not know that.
             await self._connections.close(connection)
@@ -59,6 +55,27 @@ class EngineTransport(httpx.AsyncBaseTransport):
             stream=_Body(self._connections, connection, _seconds(timeouts, "read")),
             request=request,
         )
+
+    async def _take(self, timeouts: dict[str, float | None], *, fresh: bool = False) -> Connection:
+        try:
+            with trio.fail_after(_seconds(timeouts, "connect")):
+                return await self._connections.take(fresh=fresh)
+        except RefusedError as error:
+            raise httpx.ConnectError(str(error)) from error
+        except trio.TooSlowError:
+            raise httpx.ConnectTimeout("no connection in time") from None
+
+    async def _ask(self, connection: Connection, data: bytes, timeouts: dict[str, float | None]) -> Head:
+        """Send a request, receive its answer's head; the connection is closed where that fails."""
+        head: Head | None = None
+        try:
+            await _send(connection, data, _seconds(timeouts, "write"))
+            head = await _receive_head(connection, _seconds(timeouts, "read"))
+        finally:
+            if head is None:
+                with trio.CancelScope(shield=True):
+                    await self._connections.close(connection)
+        return head
 
     async def aclose(self) -> None:
         await self._connections.shut()
