@@ -219,7 +219,30 @@ def _plain(value: Any) -> Any:
         return [_plain(inner) for inner in value]
     if isinstance(value, str):
         return re.sub(r"<dict of \d+ items>", "<dict>", value)  # the legs have members of the proxy's
-    return round(value, 2) if isinstance(value, float) else value
+    return _Near(value) if isinstance(value, float) else value
+
+
+def _where(got: Any, wanted: Any, at: str = "") -> str:
+    """The first place where they differ."""
+    if isinstance(got, dict) and isinstance(wanted, dict) and got.keys() == wanted.keys():
+        return next((_where(got[name], wanted[name], f"{at}.{name}") for name in got if got[name] != wanted[name]), "")
+    if isinstance(got, list | tuple) and isinstance(wanted, list | tuple) and len(got) == len(wanted):
+        pairs = enumerate(zip(got, wanted, strict=True))
+        return next((_where(a, b, f"{at}[{index}]") for index, (a, b) in pairs if a != b), "")
+    return f"{at}: {str(got)[:200]} for {str(wanted)[:200]}"
+
+
+class _Near(float):
+    """A probability's logarithm: what else an engine computes in the same step changes its last digits. (Rounding would
+    not do: some value is always next to where it goes the other way.)"""
+
+    __hash__ = float.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, float) and abs(float(self) - float(other)) < 0.02
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
 
 
 def _streamed(events: list[dict[str, Any]]) -> Any:
@@ -262,6 +285,12 @@ async def test_every_parameter_gives_the_text_or_the_error_of_one_engine(
             async with trio.open_nursery() as nursery:
                 for path, number in NAMES:
                     nursery.start_soon(one, path, number)
+            # What else an engine computes in the same step changes last digits, and with them a token where two are as
+            # likely: those are asked again with nothing else in hand.
+            again = [name for name in NAMES if ours[name] != alone[name]]
+            for path, number in again:
+                print(f"asked again: {path} {CASES[path][number]}: {_where(ours[path, number], alone[path, number])}")
+                await one(path, number)
         await over(app)
         stranded = app.pool.decode[0].stranded
         slow = [
@@ -277,9 +306,10 @@ async def test_every_parameter_gives_the_text_or_the_error_of_one_engine(
         print(f"\n{len(NAMES)} requests, {len(NAMES) - len(different)} as one engine alone; statuses ", end="")
         print({status: statuses.count(status) for status in sorted(set(statuses))})
         for name, (got, wanted) in different.items():
-            print(f"  {name}\n    proxy: {str(got)[:400]}\n    alone: {str(wanted)[:400]}")
+            print(f"  {name}: {_where(got, wanted)}\n    proxy: {str(got)[:400]}\n    alone: {str(wanted)[:400]}")
         print(*slow, sep="\n")
     assert not different, "told above"
+    assert len(again) <= 3, again
     assert stranded == 0
     assert statuses.count(200) > len(NAMES) // 2
     await quiet(vllm_pair)
