@@ -20,12 +20,10 @@ from tests.bench.processes import ROOT
 from tests.bench.run import SIZES, read_loads
 
 
-def test_a_small_run_gives_every_figure_and_every_answer_is_right(tmp_path: Path) -> None:
-    written, drawn = tmp_path / "figures.json", tmp_path / "figures.svg"
-    loads = "ttft:2,burst:2,short:2,abort:2"
-    options = ["--quick", "--no-install", "--seconds", "0.2", "--loads", loads]
+def measured(*options: str | Path) -> subprocess.CompletedProcess[str]:
+    """One small run of the command, which has to succeed."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *options, "--json", str(written), "--plot", str(drawn)],
+        [sys.executable, "-m", "tests.bench", "--quick", "--seconds", "0.2", *options],
         capture_output=True,
         text=True,
         timeout=100,
@@ -33,6 +31,12 @@ def test_a_small_run_gives_every_figure_and_every_answer_is_right(tmp_path: Path
         cwd=ROOT,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done
+
+
+def test_a_small_run_gives_every_figure_and_every_answer_is_right(tmp_path: Path) -> None:
+    written, drawn = tmp_path / "figures.json", tmp_path / "figures.svg"
+    done = measured("--no-install", "--loads", "ttft:2,burst:2,short:2,abort:2", "--json", written, "--plot", drawn)
     said = json.loads(written.read_text())
     # Which of the others can be run depends on what is installed; these two always can.
     assert {DIRECT, OURS} <= set(said["peers"])
@@ -57,17 +61,7 @@ def test_a_small_run_gives_every_figure_and_every_answer_is_right(tmp_path: Path
 
 def test_the_floor_of_the_public_interface_answers_right(tmp_path: Path) -> None:
     written = tmp_path / "figures.json"
-    loads = "paced:2,burst:2,short:2"
-    options = ["--quick", "--seconds", "0.2", "--only", FLOOR, "--loads", loads, "--json", str(written)]
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.bench", *options],
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-        cwd=ROOT,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    measured("--only", FLOOR, "--loads", "paced:2,burst:2,short:2", "--json", written)
     said = json.loads(written.read_text())
     assert not said["skipped"]
     assert [(figures["peer"], figures["wrong"], figures["why"]) for figures in said["figures"]] == [(FLOOR, 0, "")] * 3

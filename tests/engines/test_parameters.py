@@ -239,7 +239,9 @@ class _Near(float):
     __hash__ = float.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, float) and abs(float(self) - float(other)) < 0.02
+        return (
+            isinstance(other, float) and abs(float(self) - float(other)) < 0.01
+        )  # as far as rounding would let them differ
 
     def __ne__(self, other: object) -> bool:
         return not self == other

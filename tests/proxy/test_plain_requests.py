@@ -215,9 +215,9 @@ async def test_an_idle_connection_holds_nothing_of_its_requests() -> None:
             await is_served(client, f"{number} " + "x" * 40_000)
         await rig.quiet()
         rig.app.recent.clear()
-        # One may be left where the interpreter keeps what a finished coroutine returned last.
         gc.collect()
         held = [thing for thing in gc.get_objects() if isinstance(thing, plain.PlainRequest)]
+        # One may be left where the interpreter keeps what a finished coroutine returned last.
         assert sum(len(b"".join(one._pieces)) > 40_000 for one in held) <= 1
 
 

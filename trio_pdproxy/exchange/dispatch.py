@@ -165,8 +165,7 @@ class Dispatch:
         """
         if self.prefill is None:
             if (connection := await self._take_decode()) is not None:
-                request = self._request(self.decode, self.plan.alone_body())
-                await self._send_decode(connection, request, self._decode_first_send(connection, request))
+                await self._send_decode(connection, self._request(self.decode, self.plan.alone_body()))
             return
         if self.pull or self._settings.legs == "serial":
             await self._open_serial(self.prefill)
@@ -222,8 +221,7 @@ class Dispatch:
             return
         # At once: the engine keeps the blocks for its lease only, and what is fetched after that may be another's.
         if (decode := await self._take_decode()) is not None:
-            request = self._request(self.decode, body)
-            await self._send_decode(decode, request, self._decode_first_send(decode, request))
+            await self._send_decode(decode, self._request(self.decode, body))
 
     async def _take_prefill(self) -> Connection | None:
         assert self.prefill is not None
@@ -287,8 +285,11 @@ class Dispatch:
             leg.sent = trio.current_time()
         return sent
 
-    async def _send_decode(self, connection: Connection, data: memoryview, sent: int) -> None:
-        """Send the decode leg, of which `sent` bytes are out. Whatever becomes of the rest, the engine may hold KV."""
+    async def _send_decode(self, connection: Connection, data: memoryview, sent: int | None = None) -> None:
+        """Send the decode leg; `sent` is what its first send took, where that has been. Whatever becomes of the rest,
+        the engine may hold KV."""
+        if sent is None:
+            sent = self._decode_first_send(connection, data)
         leg = self.report.decode
         self.decode_leg = DecodeLeg(connection, leg, self.plan.api, several=self.plan.several)
         self._move(decode=Decode.WAITING)

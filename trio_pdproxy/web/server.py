@@ -124,7 +124,8 @@ class ContainedServer(TCPServer):
                 if self._plain is not None:
                     data = self._plain.feed(data)
                     if data or self._plain.answered_early:  # a request that comes before the last one's answer waits
-                        await self._until_plain_over()
+                        self._plain_over = trio.Event()
+                        await self._plain_over.wait()
                 elif (head := self._usual_head(data)) is not None:
                     return head, data
                 else:
@@ -188,11 +189,6 @@ class ContainedServer(TCPServer):
         if len(data) >= head.length:
             scope["extensions"][BODY] = data[: head.length]
         return request, scope, request.feed(data)
-
-    async def _until_plain_over(self) -> None:
-        if self._plain is not None:
-            self._plain_over = trio.Event()
-            await self._plain_over.wait()
 
     async def _plain_ended(self, keep: bool) -> None:
         """Its answer is out, whatever the app has still to do."""
@@ -289,11 +285,13 @@ class _Idle:
         """Until the connection has been idle for too long, or the server stops: that does not wait for who only keeps
         one."""
         patience = self._server.config.keep_alive_timeout
-        since: float | None = None
-        while not self._stops.is_set() and (since is None or trio.current_time() < since + patience):
-            with trio.move_on_at((trio.current_time() if since is None else since) + patience):
+        while not self._stops.is_set():
+            now = trio.current_time()
+            until = (now if self._since is None else self._since) + patience
+            if until <= now:
+                break
+            with trio.move_on_at(until):
                 await self._stops.wait()
-            since = self._since
         if self._since is not None:
             self._server.end_idleness()
 

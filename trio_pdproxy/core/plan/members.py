@@ -83,9 +83,8 @@ def kind_of(raw: msgspec.Raw) -> str:
 
 
 def check_shape(members: Members, name: str, kinds: str) -> None:
-    """Raises `ProxyError` (400) where the member is there and its kind is none of `kinds`."""
-    raw = members.get(name)
-    if raw is None or (kind := kind_of(raw)) in kinds:
+    """Raises `ProxyError` (400) where the kind of the member, which is there, is none of `kinds`."""
+    if (kind := kind_of(members[name])) in kinds:
         return
     wanted = " or ".join(_KIND_NAMES[k] for k in kinds)
     raise bad_request(f"`{name}` must be {wanted}, not {_KIND_NAMES[kind]}", param=name, code="wrong_type")
