@@ -23,6 +23,7 @@ from .metrics import read_metrics
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 LEASE = 12
+DEADLINE = 120
 REQUESTS = 200
 
 
@@ -70,7 +71,7 @@ async def test_two_and_two_serve_through_a_kill_a_restart_and_a_drain(
             lease=LEASE,
             prefill_timeout=60,
             first_byte_timeout=90,
-            request_timeout=120,
+            request_timeout=DEADLINE,
             health_interval=2,
             health_timeout=2,
         )
@@ -121,8 +122,9 @@ async def _kill_and_restart(app: ProxyApp, load: Load, engines: EngineSet, say: 
         f"a prefill engine killed and restarted under load: {100 - sum(load.failures.values())} of 100 answered, "
         f"slowest {load.slowest:.1f} s, stranded {stranded}, failures {dict(load.failures)}"
     )
-    # None past its deadline; what failed failed honestly (an answer had begun, or both tries met the dying engine).
-    assert load.slowest < 120
+    # What failed failed honestly: an answer had begun, both tries met the dying engine, or that died between its 200
+    # and its push, and a decode engine that owes a whole answer tells nothing of that: its client waits in vain.
+    assert load.slowest < DEADLINE + 5
     assert sum(load.failures.values()) <= 5
     await until(lambda: app.pool.prefill[0].usable and app.pool.prefill[0].coordinates not in (old, None), 90, step=0.1)
     before = (await read_metrics(engines.prefill[0].url)).transfers

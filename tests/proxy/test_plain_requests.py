@@ -207,6 +207,28 @@ async def test_a_stream_that_breaks_is_cut_before_its_debts_are_settled(kind: st
         assert rig.report.outcome == "cut"
 
 
+@pytest.mark.skipif("PUBLIC_SENDS" in os.environ, reason="there the app has no word for it but to return")
+@KINDS
+@pytest.mark.parametrize("next_kind", ["", BY_H11], ids=["straight next", "by h11 next"])
+async def test_a_request_behind_a_stream_that_is_cut_is_never_begun(kind: str, next_kind: str) -> None:
+    """It waits for that stream's end, which does not come; debts are settled only later."""
+    async with open_rig(drain_grace=60, sim=SimSettings(itl=0.005)) as rig:
+        free = trio.Event()
+        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        rig.d.faults.add(Fault("mid_body", "reset", after=6))
+        async with connected(rig.url) as client:
+            body = {"model": "sim", "prompt": "x", "max_tokens": 20, "stream": True}
+            await client.send(request(body, headers=kind))
+            await client.until(b"data: ")
+            await ask(client, "behind it", next_kind)
+            await client.until_ended()
+            assert client.raw.count(b"HTTP/1.1 ") == 1
+            assert rig.app.active == 1
+        free.set()
+        await rig.quiet()
+        assert len(rig.d.requests) == 1
+
+
 @pytest.mark.skipif("PUBLIC_SENDS" in os.environ, reason="there all is h11's")
 async def test_an_idle_connection_holds_nothing_of_its_requests() -> None:
     async with open_rig(sim=SimSettings(max_model_len=100_000)) as rig, connected(rig.url) as client:

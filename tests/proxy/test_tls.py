@@ -13,6 +13,7 @@ import pytest
 import trio
 import trustme
 
+from trio_pdproxy import serve
 from trio_pdproxy.config import Settings
 from trio_pdproxy.serve import serving
 from trio_pdproxy.sim import Cluster, open_cluster
@@ -63,14 +64,17 @@ async def post(url: str, context: ssl.SSLContext) -> httpx.Response:
         return await client.post(f"{url}/v1/completions", json=BODY)
 
 
-async def by_hand(url: str, context: ssl.SSLContext) -> bytes:
+async def by_hand(url: str, context: ssl.SSLContext, *, to_the_end: bool = False) -> bytes:
     """What comes back, if anything. With TLS 1.3 a client learns only then that its certificate is not taken."""
     host, port = url.removeprefix("https://").split(":")
     stream = await trio.open_ssl_over_tcp_stream(host, int(port), ssl_context=context, https_compatible=True)
     with suppress(trio.BrokenResourceError):
         async with stream:
             await stream.send_all(b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
-            return bytes(await stream.receive_some())
+            said = bytes(await stream.receive_some())
+            while to_the_end and await stream.receive_some():
+                pass
+            return said
     return b""
 
 
@@ -88,6 +92,15 @@ async def test_clients_speak_https_to_the_certificate_they_are_shown(tmp_path: P
             await plain.send_all(b"POST /v1/completions HTTP/1.1\r\nhost: a\r\n\r\n")
             with trio.move_on_after(2):
                 assert not (await plain.receive_some()).startswith(b"HTTP/1.1 200")
+
+
+async def test_an_idle_connection_is_closed_in_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "KEEP_ALIVE", 0.3)
+    ours = Authority(tmp_path, "ours")
+    cert, key = ours.issue("127.0.0.1")
+    async with open_cluster() as cluster, served(cluster, tls_cert_file=cert, tls_key_file=key) as url:
+        with trio.fail_after(5):
+            assert (await by_hand(url, ours.trusted(), to_the_end=True)).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_clients_without_a_certificate_stay_outside_where_one_is_asked_for(tmp_path: Path) -> None:

@@ -55,10 +55,10 @@ class Wish:
 
     turn: int = 0
     """Counts the choices of this pool."""
-    prefix: int = 0
-    """A hash of the prompt's beginning."""
-    session: int | None = None
-    """A hash of the client's session header; None where it sent none."""
+    prefix: bytes = b""
+    """The prompt's beginning."""
+    session: bytes | None = None
+    """The client's session header; None where it sent none."""
     draw: int = 0
     """A random number of 64 bits."""
 
@@ -110,11 +110,11 @@ POLICIES: dict[str, Policy] = {
 """By name. A policy of your own is one more row, made before the settings that name it."""
 
 
-def _preferred(candidates: Sequence[C], key: int) -> C:
+def _preferred(candidates: Sequence[C], key: bytes) -> C:
     """Rendezvous hashing: each engine bids with a hash of key and itself, the highest that is not overloaded wins. An
     engine that comes or goes moves no key but its own."""
     limit = LOAD_BOUND * (sum(map(_inflight, candidates)) + 1) / len(candidates)
-    for index in _ranking(key % SLOTS, tuple(map(_seed, candidates))):
+    for index in _ranking(stable_hash(key) % SLOTS, tuple(map(_seed, candidates))):
         if candidates[index].inflight < limit:
             return candidates[index]
     raise AssertionError("the least busy has at most the mean")

@@ -225,8 +225,9 @@ class Pool:
         could serve however long one waits, 429 where the queue is full or its deadline has passed. While engines are
         just being asked who they are, that is not known yet, and one waits.
         """
-        self._serve_waiters()
-        # Who still waits then waits for something else than what is free: no reason to stand behind it.
+        if self._queue:
+            # Who still waits then waits for something else than what is free: no reason to stand behind it.
+            self._serve_waiters()
         if taken := self._choose(want):
             return taken
         if not self._may_become_possible(want.pair, want.avoid):
@@ -305,8 +306,8 @@ class Pool:
     def _choose(self, want: Want) -> Taken | None:
         wish = routing.Wish(
             turn=self._turns[want.pair],
-            prefix=routing.stable_hash(want.prefix),
-            session=None if want.session is None else routing.stable_hash(want.session),
+            prefix=want.prefix,
+            session=want.session,
             draw=getrandbits(64),
         )
         taken: Taken | None

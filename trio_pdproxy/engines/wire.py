@@ -11,6 +11,7 @@ A connection serves one request at a time: `send` (in pieces), `receive_head`, `
 from __future__ import annotations
 
 import os
+import select
 from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -62,7 +63,7 @@ class Head:
 def request_bytes(method: bytes, target: bytes, headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
     """A whole request. Headers must be free of line breaks (what a server has parsed is)."""
     lines = [b"%s %s HTTP/1.1\r\n" % (method, target)]
-    lines.extend(b"%s: %s\r\n" % pair for pair in headers)
+    lines += [b"%s: %s\r\n" % pair for pair in headers]
     if body or method == b"POST":
         lines.append(b"content-length: %d\r\n" % len(body))
     lines.append(b"\r\n")
@@ -86,7 +87,7 @@ async def read_socket(socket: trio.socket.SocketType, size: int) -> bytes:
 
 
 class Connection:
-    """See the module. `stream` is any trio stream; staleness can only be seen on sockets."""
+    """See the module. `stream` is any trio stream; staleness can only be seen on sockets, where the system has poll."""
 
     __slots__ = (
         "_between_chunks",
@@ -101,6 +102,7 @@ class Connection:
         "_informational",
         "_keep_alive",
         "_parser",
+        "_poll",
         "_received",
         "_silent",
         "_socket",
@@ -117,6 +119,10 @@ class Connection:
         self._socket = transport.socket if isinstance(transport, trio.SocketStream) else None
         self._fast = self._socket if stream is transport else None
         """The socket, where its bytes are the stream's."""
+        self._poll: select.poll | None = None
+        if self._socket is not None and hasattr(select, "poll"):
+            self._poll = select.poll()
+            self._poll.register(self._socket.fileno(), select.POLLIN)
         self.idle_since = 0.0
         self.served = 0
         """Responses completed: more than none means the next request is sent on a reused connection."""
@@ -355,10 +361,9 @@ class Connection:
 
     def stale(self) -> bool:
         """Whether the engine has closed (or spoken out of turn on) this idle connection."""
-        try:
-            return self.closed or (self._socket is not None and self._socket.is_readable())
-        except OSError:
-            return True
+        if self.closed or self._poll is None:
+            return self.closed
+        return bool(self._poll.poll(0))
 
     async def close(self) -> None:
         """Close at once, also under cancellation; never raises, never waits for the engine."""

@@ -61,7 +61,7 @@ class Relay:
         self._due = -inf
         self._clock = trio.lowlevel.current_clock().current_time
         # What the hub's task leaves to ours.
-        self._woken = trio.Event()
+        self._woken: trio.Event
         self._fd = -1
         self._block = b""
         self._stuck = False

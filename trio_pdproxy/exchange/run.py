@@ -30,7 +30,7 @@ What this guarantees (the tests are named after these):
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from os import urandom
 from random import random
@@ -63,19 +63,37 @@ def new_dispatch_id() -> str:
 
 
 async def run_exchange(
-    plan: Plan, pool: Pool, sink: Sink, report: Report, *, new_id: Callable[[], str] = new_dispatch_id
+    plan: Plan,
+    pool: Pool,
+    sink: Sink,
+    report: Report,
+    *,
+    new_id: Callable[[], str] = new_dispatch_id,
+    begun: Callable[[trio.CancelScope], object] | None = None,
 ) -> Report:
     """Serve `plan` with engines of `pool`, answer into `sink`, fill in `report` (and return it).
 
     Returns when the client has its answer and no debt is left. Raises nothing an engine or a client can cause;
-    a cancellation from outside is the client's leaving and is passed on once the debts are settled.
+    a cancellation from outside is the client's leaving and is passed on once the debts are settled. Whoever hears of
+    that elsewhere than in a task may cancel the scope that `begun` is called with, before anything else is done.
     """
     try:
         async with trio.open_nursery() as legs:
+            if begun is not None:
+                begun(legs.cancel_scope)
             await _Exchange(plan, pool, sink, report, new_id).serve(legs)
     finally:
         report.ended = trio.current_time()
     return report
+
+
+@dataclass(frozen=True, slots=True)
+class _Pinging:
+    """Comments are sent while a stream waits: until its first event, or another answer."""
+
+    scope: trio.CancelScope = field(default_factory=trio.CancelScope)
+    turn: trio.Lock = field(default_factory=trio.Lock)
+    """Whose it is to write to the client."""
 
 
 class _Exchange:
@@ -85,9 +103,7 @@ class _Exchange:
         self.sink = sink
         self.report = report
         self.new_id = new_id
-        self._turn = trio.Lock()
-        self._pinging: trio.CancelScope | None = None
-        """Where comments are sent while a stream waits: until its first event, or another answer."""
+        self._pinging: _Pinging | None = None
         self.deadline = trio.current_time() + pool.settings.request_timeout
         report.kind = plan.kind.value
         report.stream = plan.stream
@@ -98,7 +114,7 @@ class _Exchange:
         # does) may hand it on in a group.
         self.report.outcome = "disconnect"
         if self.plan.stream and self.pool.settings.ping_interval:
-            self._pinging = trio.CancelScope()
+            self._pinging = _Pinging()
             legs.start_soon(self._ping, self._pinging, legs.cancel_scope)
         try:
             await self._try_pairs(legs)
@@ -109,17 +125,17 @@ class _Exchange:
             raise
         finally:
             if self._pinging is not None:
-                self._pinging.cancel("the exchange is over")
+                self._pinging.scope.cancel("the exchange is over")
             self.report.last_byte = trio.current_time()
 
-    async def _ping(self, scope: trio.CancelScope, exchange: trio.CancelScope) -> None:
+    async def _ping(self, pinging: _Pinging, exchange: trio.CancelScope) -> None:
         """Comments for whoever closes silent connections. The first one commits the status; other pairs may still be
         tried after it, for nothing has been said."""
         settings = self.pool.settings
-        with scope:
+        with pinging.scope:
             while True:
                 await trio.sleep(settings.ping_interval)
-                async with self._turn:
+                async with pinging.turn:
                     with trio.move_on_after(settings.write_timeout) as taken:
                         if not self.sink.started:
                             await self._start_response(200, [_SSE_TYPE])
@@ -318,8 +334,8 @@ class _Exchange:
     async def _stop_pinging(self) -> None:
         """From here on nobody else writes to the client."""
         if self._pinging is not None:
-            async with self._turn:
-                self._pinging.cancel("the answer has begun")
+            async with self._pinging.turn:
+                self._pinging.scope.cancel("the answer has begun")
 
     async def _start_response(self, status: int, headers: list[tuple[bytes, bytes]]) -> None:
         self.report.status = status

@@ -198,23 +198,27 @@ class ProxyConnection(TrioASGIHTTPConnection):
             nursery.cancel_scope.cancel("the client is gone")
 
 
-async def _until_left(offered: Direct, sink: AsgiSink, exchange: Callable[[], Awaitable[object]]) -> None:
+async def _until_left(offered: Direct, sink: AsgiSink, exchange: Callable[..., Awaitable[object]]) -> None:
     """What `_watch_client` does, without a task: the server says when the client has left."""
-    with trio.CancelScope() as scope:
+    scope: trio.CancelScope
 
-        def leave() -> None:
-            if not sink.finishing:
-                scope.cancel("the client is gone")
+    def leave() -> None:
+        if not sink.finishing:
+            scope.cancel("the client is gone")
 
+    def begun(its_scope: trio.CancelScope) -> None:
+        nonlocal scope
+        scope = its_scope
         offered.on_lost = leave
-        try:
-            if offered.lost:
-                leave()
-            await exchange()
-        finally:
-            # While this request's debts are settled another one may have begun on the connection.
-            if offered.on_lost is leave:
-                offered.on_lost = None
+        if offered.lost:
+            leave()
+
+    try:
+        await exchange(begun=begun)
+    finally:
+        # While this request's debts are settled another one may have begun on the connection.
+        if offered.on_lost is leave:
+            offered.on_lost = None
 
 
 async def _watch_client(receive: ASGIReceiveCallable, sink: AsgiSink, scope: trio.CancelScope) -> None:

@@ -30,6 +30,7 @@ SLOWEST_UPLOAD = 1024
 
 _KEYLESS = frozenset({b"/health", b"/ready", b"/status", b"/metrics"})
 
+_FRAMING = {b"content-length", b"transfer-encoding"}
 _HOST = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=-]+(:[0-9]{0,5})?|\[[0-9A-Fa-f:.]+\](:[0-9]{0,5})?")
 _REQUEST_ID = re.compile(rb"[\x21-\x7e]{1,200}")
 
@@ -38,9 +39,7 @@ Headers = Iterable[tuple[bytes, bytes]]
 
 def check(scope: HTTPScope) -> None:
     """Raises `ProxyError` for a request that is not to be served, whoever sends it."""
-    headers = list(scope["headers"])
-    _check_framing(headers)
-    _check_host(headers, scope["http_version"])
+    _check_headers(scope["headers"], scope["http_version"])
     path = scope["raw_path"]
     if not path.startswith(b"/"):
         # An absolute URI (a proxy's form) or an authority: the host in it is not to be believed.
@@ -81,16 +80,20 @@ class MethodError(ProxyError):
         return [*super().headers(), (b"allow", ", ".join(self.methods).encode())]
 
 
-def _check_framing(headers: list[tuple[bytes, bytes]]) -> None:
-    names = [name for name, _ in headers]
-    if b"transfer-encoding" in names and b"content-length" in names:
+def _check_headers(headers: Headers, version: str) -> None:
+    framed_by = set()
+    hosts = 0
+    host_is_bad = False
+    for name, value in headers:
+        if name in _FRAMING:
+            framed_by.add(name)
+        elif name == b"host":
+            hosts += 1
+            host_is_bad = bool(value) and not _HOST.fullmatch(value)
+    if framed_by == _FRAMING:
         # h11 takes both; who comes before us may have taken the other one (request smuggling).
         raise bad_request("Content-Length together with Transfer-Encoding", code="bad_framing")
-
-
-def _check_host(headers: list[tuple[bytes, bytes]], version: str) -> None:
-    hosts = [value for name, value in headers if name == b"host"]
-    if len(hosts) > 1 or (version != "1.0" and not hosts) or any(h and not _HOST.fullmatch(h) for h in hosts):
+    if hosts > 1 or (version != "1.0" and not hosts) or host_is_bad:
         raise bad_request("the Host header is missing or malformed", code="bad_host")
 
 

@@ -39,7 +39,8 @@ class ContainedServer(TCPServer):
         self.direct = Direct(self.stream, self.send_lock, self._send, self._cut)
         self._app = self.app
         self.app: Any = self._call_app
-        self._reading = trio.CancelScope()
+        self._handling = trio.CancelScope()
+        """Where the reading task waits for Hypercorn's layers."""
         self._closed = False
         """Nothing is to be read any more."""
         self._read_over = trio.Event()
@@ -54,7 +55,7 @@ class ContainedServer(TCPServer):
         """The usual request in hand, if there is one."""
         self._plain_over: trio.Event | None = None
         """Somebody waits for its answer's end."""
-        self.idle_task: Any = _Idle(self)
+        self.idle_task: Any = _Idle(self.config.keep_alive_timeout, self.context.terminated)
 
     async def run(self) -> None:
         try:
@@ -74,7 +75,8 @@ class ContainedServer(TCPServer):
         """Until the client's end, the connection's, or an idle time that is too long."""
         self._let_read_on(b"")
         with self._watching:
-            await self.idle_task.watch()
+            if await self.idle_task.lasts_too_long():
+                await self.protocol_send(Closed())
         await self._read_over.wait()
         await self._gone()
 
@@ -82,11 +84,8 @@ class ContainedServer(TCPServer):
         """Read on until a usual request has begun; serve it, while another task reads on; then wait to be that other
         one. (Were it the other that serves the request, it would begin when this one has come to its next wait.)"""
         while True:
-            head: Head | None = None
             data, self._unread = self._unread, b""
-            with trio.CancelScope() as self._reading:
-                if not self._closed:
-                    head, data = await self._read_up_to_a_head(data)
+            head, data = await self._read_up_to_a_head(data)
             if head is None:
                 self._read_over.set()
                 self._watching.cancel("the connection is over")
@@ -116,7 +115,8 @@ class ContainedServer(TCPServer):
             self._next_reader = None
 
     async def _read_up_to_a_head(self, data: bytes) -> tuple[Head | None, bytes]:
-        """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes."""
+        """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes, or
+        nothing more is to be read. Who closes the stream ends a read of it."""
         while True:
             while data:
                 if self._closed:
@@ -130,7 +130,8 @@ class ContainedServer(TCPServer):
                     return head, data
                 else:
                     self._h11_was_used = True
-                    await self.protocol.handle(RawData(data))
+                    with trio.CancelScope() as self._handling:
+                        await self.protocol.handle(RawData(data))
                     data = b""
             try:
                 data = await self.direct.receive_some(MAX_RECV)
@@ -142,8 +143,15 @@ class ContainedServer(TCPServer):
                 return None, b""
 
     def _stop_reading(self, why: str) -> None:
+        """For who has closed the stream: nobody is to wait for anything else before reading on either."""
         self._closed = True
-        self._reading.cancel(why)
+        self._handling.cancel(why)
+        self._let_plain_end()
+
+    def _let_plain_end(self) -> None:
+        if self._plain_over is not None:
+            self._plain_over.set()
+            self._plain_over = None
 
     @property
     def _between_requests(self) -> bool:
@@ -194,9 +202,7 @@ class ContainedServer(TCPServer):
         """Its answer is out, whatever the app has still to do."""
         if keep and not self.context.terminated.is_set():
             self._plain = None
-            if self._plain_over is not None:
-                self._plain_over.set()
-                self._plain_over = None
+            self._let_plain_end()
             if not self._read_over.is_set():
                 self.idle_task.begin()
         else:
@@ -220,18 +226,20 @@ class ContainedServer(TCPServer):
             if event.data:  # the end of a body whose length was declared is nothing
                 await self._send_or_keep(event.data)
         elif isinstance(event, Updated):
-            if event.idle and not self._read_over.is_set():
-                self.idle_task.begin()
-            else:
+            if not event.idle:
                 self.idle_task.end()
+            elif self.context.terminated.is_set():
+                await self.protocol_send(Closed())
+            elif not self._read_over.is_set():
+                self.idle_task.begin()
         else:
+            self._closed = True  # from now on, though it may take a while
             try:
                 # Quart-Trio may cancel who sends the end of an answer; half a close would leave the connection open.
                 with trio.CancelScope(deadline=trio.current_time() + self.config.write_timeout, shield=True):
                     await super().protocol_send(event)
             finally:
-                if isinstance(event, Closed):
-                    self._stop_reading("the connection is closed")
+                self._stop_reading("the connection is closed")
 
     async def _send_or_keep(self, data: bytes) -> None:
         if not self.direct.keeps(data):
@@ -245,55 +253,43 @@ class ContainedServer(TCPServer):
             with trio.fail_after(self.config.write_timeout, shield=True):
                 async with self.send_lock:
                     await self.stream.send_all(memoryview(data)[sent:])
-            return
-        except (trio.BrokenResourceError, trio.ClosedResourceError):
-            pass
-        except trio.TooSlowError:
+        except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
             with trio.CancelScope(shield=True):
                 await trio.aclose_forcefully(self.stream)
-        # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
-        self._stop_reading("the client is gone")
+            # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
+            self._stop_reading("the client is gone")
 
     async def _cut(self) -> None:
         """Nothing more comes on this connection, and its client is to see that now."""
         await self.protocol_send(Closed())
 
-    # -- for the idle timer ----------------------------------------------------------------------
-
-    def end_idleness(self) -> None:
-        self._stop_reading("idle for too long, or the server stops")
-
 
 class _Idle:
     """In place of Hypercorn's idle task. Beginning and ending cost next to nothing: every request does both."""
 
-    def __init__(self, server: ContainedServer) -> None:
-        self._server = server
-        self._stops: Any = server.context.terminated
+    def __init__(self, patience: float, stops: Any) -> None:
+        self._patience = patience
+        self._stops = stops
         self._since: float | None = None
         """On trio's clock; None where it is not idle."""
 
     def begin(self) -> None:
         self._since = trio.current_time()
-        if self._stops.is_set():
-            self._server.end_idleness()
 
     def end(self) -> None:
         self._since = None
 
-    async def watch(self) -> None:
-        """Until the connection has been idle for too long, or the server stops: that does not wait for who only keeps
-        one."""
-        patience = self._server.config.keep_alive_timeout
+    async def lasts_too_long(self) -> bool:
+        """Wait until it does, or until the server stops: that does not wait for who only keeps a connection. False: it
+        stops, and has a request in hand."""
         while not self._stops.is_set():
             now = trio.current_time()
-            until = (now if self._since is None else self._since) + patience
+            until = (now if self._since is None else self._since) + self._patience
             if until <= now:
                 break
             with trio.move_on_at(until):
                 await self._stops.wait()
-        if self._since is not None:
-            self._server.end_idleness()
+        return self._since is not None
 
     async def restart(self, *_: object) -> None:
         """Hypercorn's name for it, at the connection's start."""

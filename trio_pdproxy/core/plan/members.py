@@ -82,12 +82,10 @@ def kind_of(raw: msgspec.Raw) -> str:
     return _KINDS.get(bytes(memoryview(raw)[:1]), "#")
 
 
-def check_shape(members: Members, name: str, kinds: str) -> None:
-    """Raises `ProxyError` (400) where the kind of the member, which is there, is none of `kinds`."""
-    if (kind := kind_of(members[name])) in kinds:
-        return
+def wrong_kind(name: str, kind: str, kinds: str) -> ProxyError:
+    """What is said of a member whose `kind` is none of `kinds`."""
     wanted = " or ".join(_KIND_NAMES[k] for k in kinds)
-    raise bad_request(f"`{name}` must be {wanted}, not {_KIND_NAMES[kind]}", param=name, code="wrong_type")
+    return bad_request(f"`{name}` must be {wanted}, not {_KIND_NAMES[kind]}", param=name, code="wrong_type")
 
 
 def is_given(members: Members, name: str) -> bool:

@@ -17,13 +17,13 @@ from trio_pdproxy.core.errors import Dialect, Fault, ProxyError, bad_request
 from trio_pdproxy.core.plan.apis import Api
 from trio_pdproxy.core.plan.members import (
     Members,
-    check_shape,
     is_asked,
     is_given,
     is_literal,
     kind_of,
     raw_of,
     read_members,
+    wrong_kind,
 )
 from trio_pdproxy.core.routing import AFFINITY_BYTES
 from trio_pdproxy.core.trace import TraceContext
@@ -177,8 +177,8 @@ def read_plan(
     dropped = tuple(name for name in _FORBIDDEN if members.pop(name, None) is not None)
     dropped += _clean_xargs(members)
     for name, kinds in api.shapes:
-        if name in members:
-            check_shape(members, name, kinds)
+        if (raw := members.get(name)) is not None and (kind := kind_of(raw)) not in kinds:
+            raise wrong_kind(name, kind, kinds)
     if api.needs and not any(is_given(members, name) for name in api.needs):
         raise bad_request(f"`{api.needs[0]}` is missing", param=api.needs[0], code="missing_field")
     if api.dialect is Dialect.RESPONSES and is_asked(members, "background"):
@@ -198,7 +198,7 @@ def read_plan(
         several=_several(members),
         dropped=dropped,
         reason=reason,
-        headers=tuple(pair for pair in headers if pair[0] in FORWARDED_HEADERS and not _LINE_END.search(pair[1])),
+        headers=tuple([pair for pair in headers if pair[0] in FORWARDED_HEADERS and not _LINE_END.search(pair[1])]),
         session=next((value for name, value in headers if name == session_header), None),
     )
 
