@@ -261,3 +261,19 @@ async def test_a_request_that_comes_when_the_idle_time_is_up_is_answered_or_neve
                         await client.more()
                 await rig.quiet()
                 assert bool(client.raw) == (len(rig.d.requests) > asked)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+async def test_bytes_behind_a_request_that_is_answered_early_hold_nothing_up(path: str) -> None:
+    """Its body comes to its end as the answer closes the connection, and there is more: h11 waits for the next request
+    to begin, which it never does. At which of the body's pieces that happens is chance."""
+    head = f"{'GET' if path == '/health' else 'POST'} {path} HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\n"
+    large = b"401\r\n" + b"x" * 1025 + b"\r\n"
+    with trio.fail_after(20):
+        async with open_rig(body_limit=1024, shutdown_grace=60) as rig:
+            for number in range(120):
+                async with connected(rig.url) as client:
+                    await client.send(head.encode() + large + b"1\r\nx\r\n" * (number % 6) + b"0\r\n\r\n\r\n")
+                    await client.leave("half_close")
+                    await client.until_ended()
+                    assert client.raw.startswith(b"HTTP/1.1 200 " if path == "/health" else b"HTTP/1.1 413 ")

@@ -5,9 +5,12 @@ from __future__ import annotations
 import socket
 import time
 
+import h2.connection
+import h2.events
 import pytest
 import trio
 
+from trio_pdproxy import serve
 from trio_pdproxy.config import Settings
 from trio_pdproxy.serve import ServerConfig, ServerError, serving
 from trio_pdproxy.sim import SimSettings, open_cluster
@@ -70,6 +73,27 @@ async def test_an_idle_client_does_not_hold_up_the_stop(request_head: bytes) -> 
             await answer_on(stream)
             begun = trio.current_time()
     assert trio.current_time() - begun < 5
+    assert stream is not None
+    await stream.aclose()
+
+
+@pytest.mark.parametrize("shutdown", [False, True], ids=["idle for too long", "the server stops"])
+async def test_an_idle_client_of_http_2_is_let_go(shutdown: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(serve, "KEEP_ALIVE", 60 if shutdown else 0.3)
+    protocol = h2.connection.H2Connection()
+    protocol.initiate_connection()
+    asked = [(":method", "GET"), (":path", "/health"), (":scheme", "http"), (":authority", "a")]
+    protocol.send_headers(1, asked, end_stream=True)
+    stream: trio.SocketStream | None = None
+    with trio.fail_after(10):
+        async with open_rig(shutdown_grace=60) as rig:
+            stream = await connect(rig)
+            await stream.send_all(protocol.data_to_send())
+            events: list[h2.events.Event] = []
+            while not any(isinstance(event, h2.events.StreamEnded) for event in events):
+                events += protocol.receive_data(await stream.receive_some())
+            while not shutdown and await stream.receive_some():
+                pass
     assert stream is not None
     await stream.aclose()
 

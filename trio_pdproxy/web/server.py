@@ -39,8 +39,8 @@ class ContainedServer(TCPServer):
         self.direct = Direct(self.stream, self.send_lock, self._send, self._cut)
         self._app = self.app
         self.app: Any = self._call_app
-        self._handling = trio.CancelScope()
-        """Where the reading task waits for Hypercorn's layers."""
+        self._apart = trio.CancelScope()
+        """Where the reading task waits for what the closing of the stream does not end."""
         self._closed = False
         """Nothing is to be read any more."""
         self._read_over = trio.Event()
@@ -76,7 +76,10 @@ class ContainedServer(TCPServer):
         self._let_read_on(b"")
         with self._watching:
             if await self.idle_task.lasts_too_long():
-                await self.protocol_send(Closed())
+                if self._speaks_http_1:
+                    await self.protocol_send(Closed())
+                else:  # it may not have sent all that it has to
+                    self._stop_reading("idle for too long, or the server stops")
         await self._read_over.wait()
         await self._gone()
 
@@ -117,41 +120,55 @@ class ContainedServer(TCPServer):
     async def _read_up_to_a_head(self, data: bytes) -> tuple[Head | None, bytes]:
         """Hand what has come and comes to whom it belongs, up to a usual request's head; None: nothing more comes, or
         nothing more is to be read. Who closes the stream ends a read of it."""
-        while True:
-            while data:
-                if self._closed:
-                    return None, b""  # given up in the instant in which this came: nothing is begun
-                if self._plain is not None:
-                    data = self._plain.feed(data)
-                    if data or self._plain.answered_early:  # a request that comes before the last one's answer waits
-                        self._plain_over = trio.Event()
-                        await self._plain_over.wait()
-                elif (head := self._usual_head(data)) is not None:
-                    return head, data
-                else:
-                    self._h11_was_used = True
-                    with trio.CancelScope() as self._handling:
-                        await self.protocol.handle(RawData(data))
-                    data = b""
-            try:
-                data = await self.direct.receive_some(MAX_RECV)
-            except (trio.ClosedResourceError, trio.BrokenResourceError):
-                return None, b""
+        while not self._closed:  # it may have been given up in the instant in which this came: nothing is begun
             if not data:
-                if self._plain is None:
-                    await self.protocol.handle(RawData(b""))
-                return None, b""
+                try:
+                    data = await self._receive()
+                except (trio.ClosedResourceError, trio.BrokenResourceError):
+                    break
+                if not data:
+                    if self._plain is None and not self._closed:
+                        await self._hand_on(b"")
+                    break
+            elif self._plain is not None:
+                data = self._plain.feed(data)
+                if data or self._plain.answered_early:  # a request that comes before the last one's answer waits
+                    self._plain_over = trio.Event()
+                    await self._plain_over.wait()
+            elif (head := self._usual_head(data)) is not None:
+                return head, data
+            else:
+                self._h11_was_used = True
+                await self._hand_on(data)
+                data = b""
+        return None, b""
+
+    async def _hand_on(self, data: bytes) -> None:
+        """To Hypercorn's layers, which may wait for what never comes once the connection is closed."""
+        with trio.CancelScope() as self._apart:
+            await self.protocol.handle(RawData(data))
+
+    async def _receive(self) -> bytes:
+        if self._speaks_http_1:
+            return await self.direct.receive_some(MAX_RECV)
+        with trio.CancelScope() as self._apart:
+            return await self.direct.receive_some(MAX_RECV)
+        return b""
 
     def _stop_reading(self, why: str) -> None:
-        """For who has closed the stream: nobody is to wait for anything else before reading on either."""
+        """For who has closed the stream (of HTTP/2 also for who has not): nobody is to wait for anything else now."""
         self._closed = True
-        self._handling.cancel(why)
+        self._apart.cancel(why)
         self._let_plain_end()
 
     def _let_plain_end(self) -> None:
         if self._plain_over is not None:
             self._plain_over.set()
             self._plain_over = None
+
+    @property
+    def _speaks_http_1(self) -> bool:
+        return isinstance(self.protocol.protocol, H11Protocol)
 
     @property
     def _between_requests(self) -> bool:
@@ -239,6 +256,8 @@ class ContainedServer(TCPServer):
                 with trio.CancelScope(deadline=trio.current_time() + self.config.write_timeout, shield=True):
                     await super().protocol_send(event)
             finally:
+                with trio.CancelScope(shield=True):
+                    await trio.aclose_forcefully(self.stream)  # should it not have come to that in time
                 self._stop_reading("the connection is closed")
 
     async def _send_or_keep(self, data: bytes) -> None:
