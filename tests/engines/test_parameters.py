@@ -239,9 +239,8 @@ class _Near(float):
     __hash__ = float.__hash__
 
     def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, float) and abs(float(self) - float(other)) < 0.01
-        )  # as far as rounding would let them differ
+        # As far as rounding would let them differ.
+        return isinstance(other, float) and abs(float(self) - float(other)) < 0.01
 
     def __ne__(self, other: object) -> bool:
         return not self == other

@@ -110,11 +110,18 @@ async def test_a_request_may_come_in_any_pieces(pause: float) -> None:
         await is_served(client, "pieces")
 
 
+def prefill_goes_on(rig: Rig, *, times: int = 1) -> trio.Event:
+    """The next prefill legs have not ended before the event is set."""
+    free = trio.Event()
+    for _ in range(times):
+        rig.p.faults.add(Fault("after_head", "slow", until=free))
+    return free
+
+
 async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_leaves() -> None:
     """Both come on one connection: the first is answered, its prefill leg has not ended; then it does."""
     async with open_rig(sim=SimSettings(itl=0.005), drain_grace=30) as rig:
-        free = trio.Event()
-        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        free = prefill_goes_on(rig)
         async with connected(rig.url) as client:
             await ask(client, "first")
             await is_served(client, "first")
@@ -130,9 +137,7 @@ async def test_the_debts_of_one_request_do_not_hide_that_the_next_ones_client_le
 
 async def test_debts_of_several_requests_do_not_keep_their_connection_from_the_next() -> None:
     async with open_rig(drain_grace=30) as rig:
-        free = trio.Event()
-        for _ in range(3):
-            rig.p.faults.add(Fault("after_head", "slow", until=free))
+        free = prefill_goes_on(rig, times=3)
         async with connected(rig.url) as client:
             for number in range(5):
                 await ask(client, f"{number}")
@@ -177,8 +182,7 @@ async def test_an_idle_connection_is_closed_in_time_whatever_is_owed(
     """Else its client sends the next request into a connection that nobody reads."""
     monkeypatch.setattr(serve, "KEEP_ALIVE", 0.3)
     async with open_rig(drain_grace=60) as rig:
-        free = trio.Event()
-        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        free = prefill_goes_on(rig)
         async with connected(rig.url) as client:
             await ask(client, "first", kind)
             await is_served(client, "first")
@@ -193,8 +197,7 @@ async def test_an_idle_connection_is_closed_in_time_whatever_is_owed(
 @pytest.mark.parametrize("n", [1, 2])
 async def test_a_stream_that_breaks_is_cut_before_its_debts_are_settled(kind: str, n: int) -> None:
     async with open_rig(drain_grace=60, sim=SimSettings(itl=0.005)) as rig:
-        free = trio.Event()
-        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        free = prefill_goes_on(rig)
         rig.d.faults.add(Fault("mid_body", "reset", after=6))
         async with connected(rig.url) as client:
             body = {"model": "sim", "prompt": "x", "max_tokens": 20, "stream": True, "n": n}
@@ -213,8 +216,7 @@ async def test_a_stream_that_breaks_is_cut_before_its_debts_are_settled(kind: st
 async def test_a_request_behind_a_stream_that_is_cut_is_never_begun(kind: str, next_kind: str) -> None:
     """It waits for that stream's end, which does not come; debts are settled only later."""
     async with open_rig(drain_grace=60, sim=SimSettings(itl=0.005)) as rig:
-        free = trio.Event()
-        rig.p.faults.add(Fault("after_head", "slow", until=free))
+        free = prefill_goes_on(rig)
         rig.d.faults.add(Fault("mid_body", "reset", after=6))
         async with connected(rig.url) as client:
             body = {"model": "sim", "prompt": "x", "max_tokens": 20, "stream": True}

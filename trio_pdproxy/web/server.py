@@ -256,9 +256,7 @@ class ContainedServer(TCPServer):
                 with trio.CancelScope(deadline=trio.current_time() + self.config.write_timeout, shield=True):
                     await super().protocol_send(event)
             finally:
-                with trio.CancelScope(shield=True):
-                    await trio.aclose_forcefully(self.stream)  # should it not have come to that in time
-                self._stop_reading("the connection is closed")
+                await self._give_up("the connection is closed")  # noqa: ASYNC102  shielded inside, and waits for nobody
 
     async def _send_or_keep(self, data: bytes) -> None:
         if not self.direct.keeps(data):
@@ -273,10 +271,14 @@ class ContainedServer(TCPServer):
                 async with self.send_lock:
                     await self.stream.send_all(memoryview(data)[sent:])
         except (trio.BrokenResourceError, trio.ClosedResourceError, trio.TooSlowError):
-            with trio.CancelScope(shield=True):
-                await trio.aclose_forcefully(self.stream)
             # The rest is the reading task's: this one may be the app's, which is cancelled when the client is lost.
-            self._stop_reading("the client is gone")
+            await self._give_up("the client is gone")
+
+    async def _give_up(self, why: str) -> None:
+        """Close the stream, should it not have come to that, and let nobody wait for more of it."""
+        with trio.CancelScope(shield=True):
+            await trio.aclose_forcefully(self.stream)
+        self._stop_reading(why)
 
     async def _cut(self) -> None:
         """Nothing more comes on this connection, and its client is to see that now."""
